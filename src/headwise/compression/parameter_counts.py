@@ -7,31 +7,35 @@ from torch import Tensor, nn
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return a number that is equal for tensors that share memory: the address of the memory or, on the device meta,
-    that of the tensor.
+    """Return a number that is equal for tensors that share memory: the address of their storage. On the device meta,
+    which has no memory, return the `id` of the tensor object.
     """
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 def count_parameters(model: nn.Module, paths: Sequence[str] = ("",)) -> int:
-    """Return the number of parameters in modules of a model, by default in all. Numbers that several parameters share
-    count once, also if only their memory is shared.
+    """Return the number of parameters of the modules at `paths` in a model, by default of the whole model. Elements in
+    memory that several parameters share count once.
     """
     return sum(count for count, _ in _counts(model, paths))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters of a model. Shared memory counts once."""
+    """Return the bytes of all parameters of a model. Memory that several parameters share counts once."""
     return sum(count * size for count, size in _counts(model, ("",)))
 
 
 def parameters_before_and_after(dense: nn.Module, smaller: nn.Module) -> dict[str, int]:
-    """Return the numbers of parameters of a model before and after it was made smaller."""
+    """Return a dictionary with the number of parameters of the dense model ("parameters_before") and of the smaller one
+    ("parameters_after").
+    """
     return {"parameters_before": count_parameters(dense), "parameters_after": count_parameters(smaller)}
 
 
 def _counts(model: nn.Module, paths: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the number of distinct numbers, and the bytes of one, in each storage with parameters of some modules."""
+    """Return a pair for each memory storage that has parameters of the modules at `paths`: the number of its elements
+    that are used, each counted once, and the bytes of one element.
+    """
     stored: dict[tuple[int, int], dict[int, nn.Parameter]] = {}
     for path in paths:
         for parameter in model.get_submodule(path).parameters():

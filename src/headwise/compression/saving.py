@@ -11,7 +11,7 @@ from headwise.runs.files import new_folder
 
 
 def save_model(model: nn.Module, tokenizer: Any, folder: str | Path, *, force: bool = False) -> None:
-    """Write a model of `transformers`, and its tokenizer, to a folder: weights as safetensors, and configurations.
+    """Write a `transformers` model and its tokenizer to a folder: weights as safetensors, and configurations.
 
     At any moment, also after a crash or on a full disk, the folder is complete or absent.
 
@@ -34,7 +34,7 @@ def save_model(model: nn.Module, tokenizer: Any, folder: str | Path, *, force: b
 
 
 def write_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write a model and its tokenizer to an existing folder, which stays half-written after an error."""
+    """Write a model and its tokenizer to an existing folder. An error may leave the folder incomplete."""
     require_module(model)
     parts: tuple[tuple[str, Any], ...] = (("model", model), ("tokenizer", tokenizer))
     for argument, value in parts:

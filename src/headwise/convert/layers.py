@@ -83,8 +83,8 @@ class LinearMap(NamedTuple):
 
     @torch.no_grad()
     def copy_to(self, target: "nn.Linear | LinearMap") -> None:
-        """Copy the map's weight and bias into an `nn.Linear` or another map, in place. If the map has no bias, that of
-        the target is left unchanged.
+        """Copy the map's weight and bias into an `nn.Linear` or another map, in place. If the map has no bias, the bias
+        of the target is left unchanged.
         """
         target.weight.copy_(self.weight)
         if self.bias is not None and target.bias is not None:
@@ -118,9 +118,9 @@ def scores_with_scale(layer: MultiHeadAttention) -> Scores:
 def layer_from_maps(
     maps: Sequence[LinearMap], arguments: Sequence[str], num_heads: int, num_kv_heads: int, **options: Any
 ) -> MultiHeadAttention:
-    """Return a new `MultiHeadAttention` whose query, key, value and output projections are copies of the four `maps`,
-    in this order. Its widths follow from the shapes of the maps and the numbers of heads. For error messages,
-    `arguments` names the caller's argument that each map came from; `options` are further constructor arguments.
+    """Return a new `MultiHeadAttention` with copies of the query, key, value and output projections in `maps`. Its
+    widths follow from their shapes and the numbers of heads. `arguments` names, for error messages, the caller's
+    argument that each map came from. `options` are further constructor arguments.
 
     If one of query, key and value has a bias, the layer has one for all three, zero where there was none.
     """
@@ -301,9 +301,8 @@ def to_projections(layer: MultiHeadAttention) -> tuple[nn.Linear, nn.Linear, nn.
 
 
 def _stacked(name: str, maps: Sequence[LinearMap]) -> LinearMap:
-    """Return the projections of all heads of one kind (`name`: query, key or value) stacked as one map: its output rows
-    are those of the first head, then those of the second, and so on. Raise `InputError` if only some of them have a
-    bias.
+    """Stack the projections of all heads of one kind (`name`: query, key or value) along their output rows, and return
+    them as one map. Raise `InputError` if only some of them have a bias.
     """
     weight = torch.cat([map_.weight for map_ in maps])
     biases = [map_.bias for map_ in maps if map_.bias is not None]
@@ -369,7 +368,9 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
 
 
 def _input_maps(layer: nn.MultiheadAttention) -> list[LinearMap]:
-    """Return the query, key and value projections of torch's layer, not copied."""
+    """Return the query, key and value projections of a `torch.nn.MultiheadAttention` as views of its parameters, not
+    copies.
+    """
     packed = layer.in_proj_weight
     weights = packed.chunk(3) if packed is not None else (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
     biases = (None, None, None) if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)

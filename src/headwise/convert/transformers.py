@@ -96,10 +96,10 @@ def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
 
 
 def _options_and_parameters(block: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return two dicts for an attention block of `transformers`: the constructor arguments of the `MultiHeadAttention`
-    that computes the same, and the block's parameters, where each key is the name of the `MultiHeadAttention` parameter
-    with the same values. Raise `InputError` for a block of an unknown class, and for one that lacks an expected
-    attribute.
+    """Return two dicts for an attention block of `transformers`. The first has the constructor arguments of a
+    `MultiHeadAttention` that computes the same. The second has the block's parameters, by the name of the
+    `MultiHeadAttention` parameter with the same values. Raise `InputError` for a block of an unknown class or without
+    an expected attribute.
     """
     name, families = type(block).__name__, converted_families()
     if name not in families:
@@ -187,8 +187,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def _rotary(family: Family, attention: Any, head_dim: int) -> Rotary | None:
-    """Return the rotary embedding of an attention module, which its configuration describes; None if it rotates
-    nothing.
+    """Return the rotary embedding that the configuration of an attention module describes; None if the module rotates
+    no features.
     """
     if not family.rotated_share(attention):
         return None
@@ -206,9 +206,9 @@ def _rotary(family: Family, attention: Any, head_dim: int) -> Rotary | None:
 
 
 def _scaling(kind: str, parameters: dict[str, Any], longest: int) -> Scaling:
-    """Return the scaling of rotation frequencies of a `rope_type`, from the `rope_parameters` of a configuration. Its
-    `max_position_embeddings`, `longest`, replaces the context length, in tokens, with which the model was trained
-    before its context was extended, if the parameters do not state this length.
+    """Return the scaling of rotary frequencies for a `rope_type`, from the `rope_parameters` of a configuration.
+    `longest` is its `max_position_embeddings`. It is used as the context length, in tokens, of the training before the
+    context was extended, if the parameters do not state that length.
     """
     if kind == "linear":
         return LinearScaling(parameters["factor"])

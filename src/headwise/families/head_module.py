@@ -31,7 +31,8 @@ key/value heads and of head_dim."""
 
 @dataclass(frozen=True)
 class KeptHeads:
-    """Heads of one attention module that remain.
+    """Numbers of the query heads and of the key/value heads that remain in one attention module after other heads are
+    removed.
 
     Attributes:
         query: indices of the query heads, ascending.
@@ -44,8 +45,8 @@ class KeptHeads:
 
 @dataclass(frozen=True)
 class HeadBlocks:
-    """Blocks of consecutive indices along one axis of a parameter, one block per head: the output rows of a query
-    projection, for example, or the input columns of an output projection.
+    """Location of heads in a parameter: blocks of consecutive indices along one axis, one block per head. Examples are
+    output rows of a query projection, and input columns of an output projection.
 
     Attributes:
         parameter: path of the parameter in the model.
@@ -68,11 +69,13 @@ class HeadBlocks:
 
     @property
     def kind(self) -> HeadKind:
-        """Heads that the blocks belong to."""
+        """Kind of the heads that the blocks belong to: "kv" for key/value heads, otherwise "query"."""
         return "kv" if self.part in ("key", "value") else "query"
 
     def view(self, parameter: Tensor) -> Float[Tensor, "heads width *others"]:
-        """Return the blocks as a view of the parameter, one entry per head."""
+        """Return a view of a parameter in which the first axis is the head, and the second one the indices in the
+        head's block.
+        """
         length = (self.heads - 1) * self.step + self.width
         rows = parameter.movedim(self.axis, 0).narrow(0, self.start, length)
         return rows.unfold(0, self.width, self.step).movedim(-1, 1)
@@ -80,7 +83,7 @@ class HeadBlocks:
 
 @dataclass(frozen=True)
 class HeadModule:
-    """Attention module with known places of its heads.
+    """Attention module with its numbers of heads, their widths, and the location of each head in its parameters.
 
     Attributes:
         path: path of the module in the model.
@@ -101,7 +104,10 @@ class HeadModule:
     output: str
 
     def parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, list[HeadBlocks]]]:
-        """Return each parameter with heads, and its blocks, all of which are along one axis."""
+        """Return each parameter of the module that contains heads, with the blocks of indices that belong to each head.
+        All blocks of a parameter are along the same axis. Raise `InputError` if its length along this axis is not that
+        of all blocks.
+        """
         blocks_of: dict[str, list[HeadBlocks]] = {}
         for each in self.blocks:
             blocks_of.setdefault(each.parameter, []).append(each)
@@ -115,8 +121,8 @@ class HeadModule:
         return parameters
 
     def kept(self, query: Iterable[int]) -> KeptHeads:
-        """Return the remaining heads of this module, of which the query heads `query` remain, with the key/value heads
-        that they attend with.
+        """Return the heads of this module that remain if it keeps the query heads `query`: these, and the key/value
+        heads that they use. Raise `InputError` unless remaining key/value heads keep equally many query heads.
         """
         heads = sorted(set(query))
         if not heads or not 0 <= heads[0] <= heads[-1] < self.num_heads:
@@ -130,7 +136,9 @@ class HeadModule:
         return KeptHeads(tuple(heads), tuple(kv for kv, size in enumerate(sizes) if size))
 
     def set_counts(self, module: nn.Module, kept: KeptHeads) -> None:
-        """Set the attributes of the module that follow from its numbers of heads."""
+        """Set the attributes that store numbers of heads, or widths that follow from them, to their values for the
+        remaining heads.
+        """
         for name, count in COUNTS.items():
             if name not in vars(module):
                 continue
@@ -146,9 +154,9 @@ Part = tuple[HeadPart | None, int, int]
 
 
 def blocks_along(parameter: str, axis: int, parts: Sequence[Part], *, is_joint: bool = False) -> list[HeadBlocks]:
-    """Return the blocks of heads along an axis of a parameter, without gaps, for the parts of the axis in order. If
-    they are joint, all parts of one head stand before those of the next one; otherwise all heads of one part stand
-    before those of the next one.
+    """Return the blocks of indices of each head along an axis of a parameter. `parts` lists what the axis contains,
+    such as queries, keys and values, without gaps. If `is_joint`, all parts of a head precede those of the next head;
+    otherwise, all heads of a part precede the next part.
     """
     start, joint_width = 0, sum(width for _, _, width in parts)
     blocks: list[HeadBlocks] = []
@@ -161,7 +169,9 @@ def blocks_along(parameter: str, axis: int, parts: Sequence[Part], *, is_joint: 
 def projection_blocks(
     model: nn.Module, path: str, axis: int, parts: Sequence[Part], *, is_joint: bool = False
 ) -> list[HeadBlocks]:
-    """Return the blocks of heads in the weight of a projection into heads, along `axis`, and in its bias."""
+    """Return the blocks of indices of each head in the weight of a projection, along `axis`, and in its bias, if it has
+    one. `parts` lists what the axis contains, such as queries, keys and values.
+    """
     blocks = blocks_along(f"{path}.weight", axis, parts, is_joint=is_joint)
     if getattr(model.get_submodule(path), "bias", None) is not None:
         blocks += blocks_along(f"{path}.bias", 0, parts, is_joint=is_joint)

@@ -23,8 +23,8 @@ UNGROUPED = {"heads": "num_attention_heads", "head_dim": "head_dim"}
 
 @dataclass(frozen=True)
 class Family:
-    """Attention modules of one architecture: where they store heads, and what they compute. The defaults are those of
-    Llama.
+    """Description of the attention modules of one model architecture: names of their classes and projections, and what
+    they compute. The defaults are those of Llama.
 
     Attributes:
         name: name of the architecture.
@@ -76,28 +76,34 @@ class Family:
 
     @property
     def merges_kv_heads(self) -> bool:
-        """True if fewer key/value heads can be stated."""
+        """True if key/value heads of these modules can be merged: heads can be removed, and a configuration (or
+        headwise's layer) can state fewer key/value heads.
+        """
         return "kv_heads" in self.config_fields and self.why_not_removed is None
 
     def head_dependence(self, module: Any) -> str | None:
-        """Return the option of a module by which its heads depend on the number of heads or on each other; None if
-        there is none.
+        """Return the name of an option of the module that makes a head's output depend on other heads or on their
+        number. Heads of such a module cannot be removed. Return None if there is no such option.
         """
         return self.why_not_removed
 
     def norms(self, module: nn.Module) -> tuple[nn.Module, ...]:
-        """Return the modules that normalise the queries and the keys of an attention module; none if it has none."""
+        """Return the modules that normalise the queries and keys of an attention module, as a tuple; empty if it has
+        none.
+        """
         norms = (getattr(module, name, None) for name in self.qk_norms)
         return tuple(norm for norm in norms if norm is not None)
 
     def rotated_share(self, module: Any) -> float:
-        """Return the share of the features of each head that a module rotates, the first ones."""
+        """Return the share, from 0 to 1, of the features of each head that rotary positions rotate. They are the first
+        ones.
+        """
         if self.positions == "partly rotary":
             return float(module.config.rope_parameters.get("partial_rotary_factor", 1.0))
         return 1.0 if self.positions == "rotary" else 0.0
 
     def places(self, model: nn.Module, path: str) -> HeadModule:
-        """Return the places of the heads in the attention module at `path`."""
+        """Return the numbers, widths and locations of the heads in the parameters of the attention module at `path`."""
         module: Any = model.get_submodule(path)
         if len(self.inputs) == 1 and getattr(module, "is_cross_attention", False):
             raise InputError("model", expected="self-attention", got=f"cross-attention with fused keys in {path}")
@@ -119,9 +125,9 @@ class Family:
 
 @dataclass(frozen=True)
 class LatentFamily(Family):
-    """Attention modules whose keys and values are computed from a latent of all heads (DeepSeek V2). Their projections
-    compute, for each head, the query `[head_dim | rotary_dim]`, and `[head_dim | value_dim]` of key and value. The
-    inputs are the projections into queries, into queries from a latent, and into keys and values from a latent.
+    """Attention modules that compute keys and values from a latent vector which all heads share (DeepSeek V2). For each
+    head, the projections compute a query `[head_dim | rotary_dim]`, and a key and value `[head_dim | value_dim]`.
+    `inputs` are the projections into queries, from a latent into queries, and from a latent into keys and values.
 
     Attributes:
         rotary_dim: attribute with the width of the rotated part of a query.
@@ -148,7 +154,7 @@ class LatentFamily(Family):
 
 
 class OwnFamily(Family):
-    """headwise's `MultiHeadAttention`, with any options."""
+    """Description of headwise's own `MultiHeadAttention`, with any of its options."""
 
     @property
     def merges_kv_heads(self) -> bool:
@@ -183,8 +189,8 @@ class OwnFamily(Family):
 
 
 class TorchFamily(Family):
-    """torch's `nn.MultiheadAttention`, and headwise's replacement for it. Only the replacement computes with fewer
-    heads.
+    """Description of torch's `nn.MultiheadAttention`, and of headwise's replacement
+    `headwise.compat.MultiheadAttention`. Only the replacement can have fewer heads.
     """
 
     def places(self, model: nn.Module, path: str) -> HeadModule:
@@ -323,20 +329,24 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """Return the architecture of an attention module, by the name of its class; None if it is unknown, or if the class
-    is another one of the same name as that of headwise or torch.
+    """Return the description of an attention module's architecture, found by the name of its class. Return None if the
+    name is unknown, or if another class has the name of one of headwise or torch.
     """
     family = next((family for family in FAMILIES if type(module).__name__ in family.classes), None)
     return family if family is None or not family.types or type(module) in family.types else None
 
 
 def converted_families() -> dict[str, Family]:
-    """Return the architectures that `from_transformers` converts, by the names of the classes of blocks."""
+    """Return the architectures that `from_transformers` converts, by the name of the class of the module that it
+    accepts.
+    """
     return {name: family for family in FAMILIES if family.is_converted for name in family.parents or family.classes}
 
 
 def places_of_heads(model: nn.Module, path: str) -> HeadModule:
-    """Return the places of the heads in the attention module at `path`."""
+    """Return the numbers, widths and locations of the heads of the attention module at `path`. Raise `InputError` if
+    its class is unknown, or if its projections have no plain weights.
+    """
     module = dict(model.named_modules()).get(path)
     if module is None:
         raise InputError("model", expected=f"a module {path}", got="none")
@@ -370,7 +380,9 @@ def places_of_heads(model: nn.Module, path: str) -> HeadModule:
 
 
 def head_module(model: nn.Module, path: str) -> HeadModule:
-    """Return the places of the heads in the attention module at `path`, whose heads can be removed."""
+    """Return the numbers, widths and locations of the heads of the attention module at `path`. Raise `InputError` if
+    they are unknown, or if heads of this module cannot be removed.
+    """
     places, module = places_of_heads(model, path), model.get_submodule(path)
     family = family_of(module)
     if family is not None and (option := family.head_dependence(module)):
@@ -379,14 +391,16 @@ def head_module(model: nn.Module, path: str) -> HeadModule:
 
 
 def softcap_of(module: Any) -> float | None:
-    """Return the cap c of an attention module with logits c tanh(score / c); None for a module without one."""
+    """Return the softcap c of an attention module, which computes logits as `c * tanh(score / c)`. Return None if it
+    has none.
+    """
     cap: float | None = getattr(getattr(module, "scores", None), "softcap", None)
     return getattr(module, "attn_logit_softcapping", None) if cap is None else cap
 
 
 def relative_path(path: str, name: str) -> str:
-    """Return the path of `name` in the module at `path`, or in its parent if `name` begins with `../`. An empty path is
-    that of the model itself.
+    """Return the path of the submodule or parameter `name` of the module at `path`. If `name` begins with `../`, it is
+    in the parent of that module. The empty path is that of the model itself.
     """
     if name.startswith("../"):
         return f"{path.rpartition('.')[0]}.{name.removeprefix('../')}".removeprefix(".")
@@ -394,13 +408,15 @@ def relative_path(path: str, name: str) -> str:
 
 
 def _split(parts: list[Part], projections: int) -> list[list[Part]]:
-    """Return the parts of each projection: all in one projection, or one in each."""
+    """Distribute the parts, such as queries, keys and values, among projections: all in a single projection, or one in
+    each.
+    """
     return [parts] if projections == 1 else [[part] for part in parts]
 
 
 def _features(model: nn.Module, path: str, axis: int, *, of_input: bool) -> int:
-    """Return the number of features that a projection reads (`of_input`) or writes, which are the given axis of its
-    weight. The weight may be computed or, if quantised, be stored in another shape.
+    """Return the number of input features (`of_input`) or output features of a projection. It is read from its
+    attribute or, without one, from the length of the weight's `axis`.
     """
     projection: Any = model.get_submodule(path)
     stated = getattr(projection, "in_features" if of_input else "out_features", None)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Alarm(NamedTuple):
-    """One head whose statistic was outside of its limit in one step.
+    """Alarm of a monitored training: a statistic of one attention head was outside of its limit in one step.
 
     Attributes:
         step: number of the step.
@@ -33,7 +33,7 @@ class Alarm(NamedTuple):
 
 @dataclass(frozen=True)
 class AlarmLimits:
-    """Limits of statistics, outside of which a head causes an alarm; None for no limit.
+    """Limits of head statistics. A head outside of one of them causes an alarm; None switches a limit off.
 
     Attributes:
         max_logit: largest accepted attention logit, before a softcap; 100 is the threshold of QK-clip (Kimi Team 2025).
@@ -54,7 +54,8 @@ class AlarmLimits:
                 finite_number(name, limit, above=0.0)
 
     def alarms(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Alarm]:
-        """Yield an alarm for each statistic of a head, at one step or several, that is outside of these limits.
+        """Yield an alarm for each statistic of a head that is outside of these limits, in each step that `rows`
+        contain.
 
         Args:
             rows: one dict for each head and step, as `History.rows`.
@@ -71,7 +72,9 @@ class AlarmLimits:
                 yield Alarm(row["step"], kind, *place, statistic, float(row[statistic]), limit)
 
     def _exceeded(self, row: Mapping[str, Any], usual_norm: float) -> Iterator[tuple[str, str, float]]:
-        """Yield kind, statistic and limit of each alarm of a head in a layer with the median norm `usual_norm`."""
+        """Yield the kind, statistic and limit of each alarm of one head in one step. `usual_norm` is the median norm of
+        the outputs of the heads in its layer.
+        """
         if row["nonfinite_rows"]:
             yield "non-finite", "nonfinite_rows", math.nan
         for name in ("max_logit_uncapped", "max_logit"):

@@ -36,7 +36,9 @@ _MADE: dict[tuple[type, ...], type] = {}
 
 
 class TrainingCallback:
-    """Base of the callbacks of training libraries: the options of a monitor, and the monitor of each training."""
+    """Base class of callbacks for training libraries. It stores the options of `headwise.monitor`, and opens a monitor
+    for each training.
+    """
 
     def __init__(
         self,
@@ -74,13 +76,15 @@ class TrainingCallback:
         return self._monitor
 
     def close(self) -> None:
-        """Stop to observe, and release the run folder. Nothing happens if the training ended."""
+        """Stop observing the training, and release the run folder. This has no effect if the training has ended."""
         if self._monitor is not None and self._is_open:
             self._is_open = False
             self._monitor.__exit__(None, None, None)
 
     def _begin(self, model: nn.Module, start: int) -> None:
-        """Begin to observe a training that resumes at step `start`, after closing the monitor of an unfinished one."""
+        """Open a monitor that observes a training from step `start` on. If the previous training did not end, its
+        monitor is closed first.
+        """
         self.close()
         self._next_step = start
         # A folder that has steps must not be continued by a training that starts from the beginning.
@@ -89,7 +93,9 @@ class TrainingCallback:
         self._is_open = True
 
     def _step(self) -> dict[str, float]:
-        """End a step, and return the scalars to log; empty if the step was not observed."""
+        """End a step of the monitor, and return the numbers to log, by name. They are empty if the step was not
+        observed.
+        """
         if self._monitor is None or not self._is_open:
             return {}
         step, self._next_step = self._next_step, self._next_step + 1
@@ -99,8 +105,8 @@ class TrainingCallback:
 
 
 class MonitorCallback(TrainingCallback):
-    """Callback that observes every head while a `transformers.Trainer` trains a model, as `headwise.monitor` does, and
-    logs scalars to the dashboards in `report_to`, such as TensorBoard, W&B and MLflow. Its objects are also
+    """Callback for `transformers.Trainer` that observes every head during training, as `headwise.monitor` does. It logs
+    numbers to the dashboards in `report_to`, such as TensorBoard, W&B and MLflow. Its objects are also instances of
     `transformers.TrainerCallback`.
 
     A step is one of the optimizer, whatever the gradient accumulation. A training that resumes from a checkpoint
@@ -137,24 +143,24 @@ class MonitorCallback(TrainingCallback):
         self.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to observe the model, at the step of the trainer."""
+        """Start observing the model, from the trainer's present step on."""
         self._begin(kwargs["model"], state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End a step, and log its scalars if it was observed."""
+        """End a step of the monitor after an optimizer step. If the step was observed, log its numbers."""
         scalars = self._step()
         if scalars:
             for callback in self._logging_callbacks():
                 callback.on_log(args, state, control, logs=dict(scalars), **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop to observe."""
+        """Stop observing the model at the end of training."""
         self.close()
 
     def _logging_callbacks(self) -> list[Any]:
-        """Return the callbacks of the trainer that receive scalars: those that print are left out, since the scalars of
-        all layers would fill the terminal. The list is read from the caller, since the trainer does not pass itself to
-        callbacks.
+        """Return the trainer's other callbacks that log numbers. Those that print are left out, since the numbers of
+        all layers would fill the terminal. The list is read from the stack frame of the caller, since the trainer does
+        not pass it.
         """
         frame = sys._getframe(1)
         while frame is not None:
@@ -175,9 +181,9 @@ class MonitorCallback(TrainingCallback):
 
 
 class LightningMonitor(TrainingCallback):
-    """Callback that observes every head while Lightning trains a model, as `headwise.monitor` does, and logs scalars to
+    """Callback for Lightning that observes every head during training, as `headwise.monitor` does, and logs numbers to
     the loggers of the trainer. It works with the packages `lightning` and `pytorch_lightning`: its objects are also
-    callbacks of those that are imported, or installed.
+    instances of the `Callback` class of each package that is imported.
 
     A step ends with each batch after which an optimizer made a step, in automatic and in manual optimization. All
     batches of gradient accumulation are one step, and several optimizers in one batch too. A checkpoint contains the
@@ -213,19 +219,23 @@ class LightningMonitor(TrainingCallback):
 
     @property
     def state_key(self) -> str:
-        """Name of the state in checkpoints, the same for both packages of Lightning."""
+        """Key under which a checkpoint stores the state of this callback. It is the same for both packages of
+        Lightning.
+        """
         return "headwise.LightningMonitor"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the next step, for a checkpoint."""
+        """Return the state for a checkpoint: the number of the next training step."""
         return {"next_step": self._next_step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Read the number of the next step from a checkpoint."""
+        """Restore the number of the next training step from a checkpoint."""
         self._restored = int(state_dict["next_step"])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to observe the model, at the step of the checkpoint if there is one."""
+        """Start observing the model, from the step in the checkpoint on or, without one, from the trainer's present
+        step.
+        """
         self._optimizer_steps = trainer.global_step
         # Without a state of its own in the checkpoint, the number of optimizer steps is the best one that is known.
         start = trainer.global_step if self._restored is None else self._restored
@@ -233,7 +243,9 @@ class LightningMonitor(TrainingCallback):
         self._begin(pl_module, start)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End a step if an optimizer made one, and log its scalars if it was observed."""
+        """End a step of the monitor if an optimizer made a step in this batch. If the step was observed, log its
+        numbers.
+        """
         if trainer.global_step == self._optimizer_steps:
             return
         self._optimizer_steps = trainer.global_step
@@ -244,21 +256,21 @@ class LightningMonitor(TrainingCallback):
                 logger.log_metrics(scalars, step=step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stop to observe."""
+        """Stop observing the model at the end of training."""
         self.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop to observe after an error or an interruption."""
+        """Stop observing the model after an error or an interruption of the training."""
         self.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stop to observe, if the training ended in another way."""
+        """Stop observing the model, if the training ended without another hook of this callback."""
         self.close()
 
 
 def _object_with_bases(derived: type, bases: tuple[type, ...]) -> Any:
-    """Return an object of `derived` that is also one of `bases`, the classes of a training library, which is imported
-    only now: of a subclass of all of them with the name of the first, unless `derived` is such a subclass.
+    """Return an object of class `derived` that is also an instance of `bases`, classes of an optional training library.
+    Its class is created here, with the name of `derived`, unless `derived` is a subclass of the first base already.
     """
     if issubclass(derived, bases[0]):
         return object.__new__(derived)
@@ -271,8 +283,9 @@ def _object_with_bases(derived: type, bases: tuple[type, ...]) -> Any:
 def step_scalars(
     history: History, step: int, alarms: Sequence[Alarm], log_heads: int | tuple[tuple[int, int], ...]
 ) -> dict[str, float]:
-    """Return the scalars of an observed step by name, with values of the heads `log_heads`, or of this number of heads
-    that changed most since the first observed step, and of the first 32 `alarms`.
+    """Return the numbers to log for an observed step, by name: summaries of each layer, values of single heads, and the
+    number of alarms. The single heads are those in `log_heads` and those of the first 32 alarms. If `log_heads` is a
+    number, they are so many heads that changed most since the first observed step.
 
     - `heads/<layer>/<statistic>_mean`, `_min` and `_max`: over the heads of a layer with a finite value.
     - `heads/<layer>/<statistic>_nonfinite`: number of heads of a layer without one, if there are some.

@@ -51,7 +51,7 @@ from headwise.nn.multihead import MultiHeadAttention
 
 
 class HeadSlice(NamedTuple):
-    """Slice of a parameter that computes a part of one head's query or key.
+    """Slice of a parameter, such as rows of a query projection, that computes a part of one head's query or key.
 
     Attributes:
         parameter: path of the parameter in the model.
@@ -73,13 +73,17 @@ HeadSlices = tuple[tuple[HeadSlice, ...], ...]
 
 
 def is_known(module: nn.Module) -> bool:
-    """Return True for a module of headwise, or of a family of torch and transformers, with known projections."""
+    """Return True if the class of an attention module determines its query and key projections, or why its logits do
+    not scale with them. Otherwise the projections must be derived from a run.
+    """
     package, is_named = type(module).__module__.partition(".")[0], family_of(module) is not None
     return package == "headwise" or (package in ("torch", "transformers") and is_named) or bool(_why_not(module))
 
 
 def head_slices(model: nn.Module, path: str) -> HeadSlices:
-    """Return the slices that compute the query and the key of each head of the attention module at `path`."""
+    """Return, for each head of the attention module at `path`, the slices of parameters that compute its query and key.
+    Raise `InputError` if its logits do not scale with these slices.
+    """
     module = model.get_submodule(path)
     if reason := _why_not(module):
         raise _refused(path, module, reason)
@@ -97,7 +101,9 @@ def head_slices(model: nn.Module, path: str) -> HeadSlices:
 
 
 def _why_not(module: Any) -> str | None:
-    """Return what keeps a module's logits from following factors of its projections, a noun phrase; or None."""
+    """Return why the attention logits of a module do not scale with its query and key projections, as a noun phrase for
+    an error message. Return None if they do.
+    """
     if isinstance(module, DifferentialAttention):
         return "two maps of each head, of which the logits of one are unknown,"
     if isinstance(module, MultiHeadAttention | LatentAttention) and module.talking_before is not None:
@@ -123,8 +129,8 @@ product is exact, unless the order of sums differs between calls."""
 
 
 def require_scalable(model: nn.Module, slices: Iterable[HeadSlice]) -> None:
-    """Raise `InputError` unless factors of the slices multiply the output features of their projections and change
-    nothing else. Projections are called with random inputs to confirm it, with slices that are halved and restored.
+    """Raise `InputError` unless multiplying the slices by factors multiplies the same output features of their
+    projections, and changes nothing else. To check it, projections run on random inputs while the slices are halved.
     """
     by_parameter = _by_parameter(slices)
     by_owner: dict[str, dict[str, list[HeadSlice]]] = {}
@@ -150,7 +156,7 @@ def require_scalable(model: nn.Module, slices: Iterable[HeadSlice]) -> None:
 
 @torch.no_grad()
 def scale_slices(model: nn.Module, factors: Factors) -> None:
-    """Multiply slices of the parameters of a model by factors, in place."""
+    """Multiply slices of a model's parameters by their factors, in place."""
     for path, slices in _by_parameter(factors).items():
         parameter = model.get_parameter(path)
         if _is_distributed(parameter):
@@ -168,12 +174,12 @@ def _by_parameter(slices: Iterable[HeadSlice]) -> dict[str, list[HeadSlice]]:
 
 
 def _cut(parameter: Tensor, piece: HeadSlice) -> Tensor:
-    """Return a view of a slice of a parameter."""
+    """Return the slice `piece` of a parameter, as a view."""
     return parameter.narrow(piece.axis, piece.start, piece.length)
 
 
 def _require_unshared(model: nn.Module, paths: Iterable[str]) -> None:
-    """Raise `InputError` if the model uses one of the parameters at `paths` at another path too."""
+    """Raise `InputError` if one of the parameters at `paths` is also used elsewhere in the model, at another path."""
     names_of: dict[Any, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), set()).add(name)
@@ -187,7 +193,7 @@ def _require_unshared(model: nn.Module, paths: Iterable[str]) -> None:
 
 
 def _require_values(path: str, parameter: Tensor) -> None:
-    """Raise `InputError` for a parameter whose values cannot be multiplied."""
+    """Raise `InputError` for a parameter that cannot be multiplied in place by a factor, such as a quantised one."""
     if _is_distributed(parameter):
         placements: Sequence[Any] = parameter.placements  # type: ignore[attr-defined]
         if not any(each.is_partial() for each in placements) and parameter.is_floating_point():
@@ -200,7 +206,7 @@ def _require_values(path: str, parameter: Tensor) -> None:
 
 
 def _is_distributed(parameter: Tensor) -> bool:
-    """Return True for a DTensor, which is divided among processes."""
+    """Return True if a parameter is a DTensor, whose elements are divided among processes."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -209,7 +215,9 @@ def _is_distributed(parameter: Tensor) -> bool:
 
 
 def _scale_distributed(parameter: Any, factors: Factors) -> None:
-    """Multiply slices of a DTensor by factors, in place and without communication, by a replicated vector."""
+    """Multiply slices of a DTensor by factors, in place. Each process multiplies its own part, without
+    communication.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     axis = next(iter(factors)).axis
@@ -230,7 +238,9 @@ def _is_linear_map(module: nn.Module) -> bool:
 
 @contextmanager
 def _halved(features_of: Iterable[tuple[Tensor, int, Sequence[int]]]) -> Iterator[None]:
-    """Multiply features of parameters, along an axis of each, by 1/2 while the context is open."""
+    """Context manager within which some features of parameters, along the stated axis of each, are multiplied by 1/2.
+    They are restored at the end.
+    """
     saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
     try:
         for tensor, axis, features in features_of:
@@ -245,8 +255,8 @@ def _halved(features_of: Iterable[tuple[Tensor, int, Sequence[int]]]) -> Iterato
 
 @torch.no_grad()
 def _scales(projection: Any, slices_of: Mapping[str, Sequence[HeadSlice]]) -> bool:
-    """Return True if halving slices of a projection's parameters, by the parameter's name, halves the features of these
-    slices for random inputs, and no others. The slices are restored.
+    """Return True if halving slices of a projection's parameters halves the output features of these slices, for random
+    inputs, and changes no others. `slices_of` has the slices by parameter name; they are restored afterwards.
     """
     weight, axis = projection.weight, slices_of["weight"][0].axis
     generator = torch.Generator().manual_seed(0)
@@ -274,7 +284,10 @@ Rows = dict[str, tuple[int, ...]]
 def derived_slices(
     model: nn.Module, heads: Mapping[str, int | None], inputs: Mapping[str, Any]
 ) -> dict[str, HeadSlices]:
-    """Return the slices of modules by path, with their numbers of query heads (None if unknown), from a run."""
+    """Run the model on `inputs`, and derive which slices of parameters compute the query and key of each head, for
+    attention modules of unknown classes. `heads` has the number of query heads by module path, or None if it is
+    unknown.
+    """
     slices: dict[str, HeadSlices] = {}
 
     def derive(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -301,8 +314,9 @@ def derived_slices(
 
 
 class _Logits(TorchFunctionMode):
-    """Mode that records the logits of attention calls, and their `inputs`: queries and keys, or the argument of
-    softmax. In place of these, attention is then computed from the `replacements` of each call.
+    """Torch function mode that records the logits of each attention call, and the `inputs` from which they are
+    computed: queries and keys, or the argument of softmax. If there are `replacements` for a call, attention is
+    computed from these instead.
     """
 
     def __init__(self, replacements: Sequence[tuple[Tensor, ...]] = ()) -> None:
@@ -339,11 +353,13 @@ class _Logits(TorchFunctionMode):
 def _of_module(
     path: str, module: nn.Module, heads: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HeadSlices:
-    """Return the slices of each head of one attention module, which runs with these arguments."""
+    """Run one attention module on recorded arguments, and return the slices of parameters that compute each head's
+    query and key. Raise `InputError` if logits do not scale with them.
+    """
 
     def run(replacements: Sequence[tuple[Tensor, ...]] = ()) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Tensor]]:
-        """Return the logits `(batch, heads, queries, keys)` of a run of the module, queries and keys or the argument of
-        softmax of its attention call, and the tensors that the module returned.
+        """Run the module, and return the logits `(batch, heads, queries, keys)` of its attention call. Also return the
+        inputs of that call (queries and keys, or the argument of softmax), and the tensors that the module returns.
         """
         with _Logits(replacements) as mode:
             output = module.forward(*args, **kwargs)
@@ -393,7 +409,9 @@ def _of_module(
 
 
 def _rows_of_heads(path: str, module: nn.Module, logits: Callable[[], Tensor]) -> list[tuple[Rows, Rows]]:
-    """Return the features of linear maps from which the query, and the key, of each head are computed."""
+    """Return, for each head, the output features of linear maps that compute its query, and those that compute its key.
+    They are found by derivatives of one logit of the head.
+    """
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, linear: nn.Module, arguments: Any, output: Tensor) -> Tensor:
@@ -425,7 +443,9 @@ def _rows_of_heads(path: str, module: nn.Module, logits: Callable[[], Tensor]) -
 
 
 def _only_at(slopes: Mapping[str, Tensor], token: int) -> Rows:
-    """Return the features of each linear map whose derivatives are not 0 at one token, and 0 at all others."""
+    """Return, for each linear map, the output features whose derivatives are nonzero at the token `token` alone. Maps
+    without such features are left out.
+    """
     features = {}
     for name, slope in slopes.items():
         if slope.ndim < 2 or slope.shape[-2] <= token:
@@ -439,8 +459,8 @@ def _only_at(slopes: Mapping[str, Tensor], token: int) -> Rows:
 
 
 def _own(rows: Sequence[Rows]) -> list[Rows]:
-    """Return the features of each head that no other head has, of the linear maps in which each head has some: those in
-    front of these, such as latents, are of all heads.
+    """Return the features of each head in the linear maps of which no two heads share a feature. Maps with shared
+    features, such as projections into a latent of all heads, are left out.
     """
     counts: dict[tuple[str, int], int] = {}
     for of_head in rows:
@@ -452,8 +472,8 @@ def _own(rows: Sequence[Rows]) -> list[Rows]:
 
 
 def _require_halved(path: str, module: nn.Module, before: Tensor, after: Tensor, head: int) -> None:
-    """Raise `InputError` unless the logits of one head are halved, and those of the other heads unchanged. Logits that
-    do not change are those of hidden keys.
+    """Raise `InputError` unless all logits of one head are halved from `before` to `after`, and those of other heads
+    are unchanged. Logits of keys that a mask hides may stay the same.
     """
     own, halved = before[:, head], after[:, head]
     is_scaled = (halved == own * 0.5) | ((halved == own) & ((own < HIDDEN) | own.isinf()))
@@ -470,14 +490,16 @@ HIDDEN = -1e3
 
 
 def _parameters(module: nn.Module, name: str) -> dict[str, int]:
-    """Return the axis of the output features in the weight of a linear map, and in its bias if it has one, by name."""
+    """Return the axis of the output features in each parameter of a linear map, by parameter name ("weight", and "bias"
+    if there is one).
+    """
     linear = module.get_submodule(name)
     axes = {"weight": 0 if isinstance(linear, nn.Linear) else 1}
     return axes if getattr(linear, "bias", None) is None else axes | {"bias": 0}
 
 
 def _runs(features: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield first feature and length of each run of consecutive features."""
+    """Yield the first feature and the length of each run of consecutive numbers in `features`, which ascend."""
     start = 0
     for index in range(1, len(features) + 1):
         if index == len(features) or features[index] != features[index - 1] + 1:
@@ -486,6 +508,6 @@ def _runs(features: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _refused(path: str, module: nn.Module, reason: str) -> InputError:
-    """Return the error for an attention module whose slices are not known or cannot be derived."""
+    """Return the error for an attention module whose logits cannot be scaled through its query and key projections."""
     expected = "attention modules whose logits scale with their query and key projections"
     return InputError("model", expected=expected, got=f"{reason} in {path or type(module).__name__}")

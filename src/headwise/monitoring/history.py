@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 class History:
-    """Statistics of every head in the observed steps of a training.
+    """Statistics of every attention head in the observed steps of a monitored training, in memory and in a run folder.
 
     Attributes:
         settings: settings of the run, JSON-compatible: the class of the model, and the statistics.
@@ -64,14 +64,14 @@ class History:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Names of the statistics."""
+        """Names of the head statistics that were recorded, such as "entropy"."""
         names = (name for rows in self._rows.values() for row in rows for name in row if name not in IDENTIFIERS)
         return tuple(dict.fromkeys(names))
 
     def rows(self, step: int | None = None) -> list[Row]:
-        """Return one dict for each head and step, in the order of steps, layers and heads: the numbers of the step,
-        the layer, the head and its key/value head, the path of the module, the kind of attention, the number of
-        sequences, the number of query rows of the module with NaN or infinite values, and every statistic.
+        """Return one dict for each head and step, ordered by step, layer and head. It has the step, the layer, the
+        numbers of the head and of its key/value head, the module's path, and the kind of attention. It also has the
+        number of sequences, the number of the module's query rows with NaN or infinite values, and every statistic.
 
         Args:
             step: the step; by default all.
@@ -85,7 +85,7 @@ class History:
         return [dict(row) for number in (self.steps if step is None else [step]) for row in self._rows[number]]
 
     def table(self, step: int | None = None) -> Any:
-        """Return the rows as a pandas DataFrame.
+        """Return a pandas DataFrame with one row per head and observed step.
 
         Args:
             step: the step; by default all.
@@ -97,8 +97,8 @@ class History:
         return require("pandas", purpose="a table", extra="tables").DataFrame(self.rows(step))
 
     def changes(self, statistic: str, step: int | None = None) -> list[tuple[int, int, float]]:
-        """Return `(layer, head, change)` of each head, the largest absolute change first: the value of `statistic` in
-        an observed step, by default the last one, minus that in the first.
+        """Return `(layer, head, change)` for each head, with the largest absolute change first. The change is the value
+        of `statistic` in an observed step, by default the last one, minus its value in the first observed step.
 
         Raises:
             InputError: there is no such statistic, or fewer than two steps were observed.
@@ -118,7 +118,9 @@ class History:
         return sorted((each for each in changes if each[2] == each[2]), key=lambda each: -abs(each[2]))
 
     def append(self, step: int, rows: Iterable[Row]) -> None:
-        """Add the rows of a step, in place of earlier ones, and write them to the run folder if there is one."""
+        """Add the statistics of a step, one row per head, and write them to the run folder if there is one. Earlier
+        rows of the same step are replaced.
+        """
         rows = [{"step": step, **row} for row in rows]
         if self.folder is not None:
             parquet, pyarrow = _parquet(), require("pyarrow", purpose="a run folder", extra="tables")
@@ -129,7 +131,9 @@ class History:
         self._rows[step], self.latest = rows, step
 
     def abandon(self, step: int) -> None:
-        """Move the steps from `step` on, which a resumed training makes again, out of the history."""
+        """Remove all steps from `step` on from the history, since a resumed training makes them again. Their files are
+        moved to another folder.
+        """
         for number in [each for each in self.steps if each >= step]:
             if self.folder is not None:
                 (self.folder / ABANDONED_FOLDER).mkdir(exist_ok=True)
@@ -142,7 +146,7 @@ class History:
 
     @staticmethod
     def load(folder: str | Path) -> "History":
-        """Return the history in a run folder, also while a training writes to it.
+        """Return the history that is stored in a run folder. A training may write to the folder meanwhile.
 
         Raises:
             InputError: the folder has no history, or a step in it cannot be read.
@@ -166,7 +170,8 @@ class History:
 
     @staticmethod
     def create(folder: Path, settings: Mapping[str, Any]) -> "History":
-        """Return the history in a run folder, which is created if it has none.
+        """Return the history in a run folder, to which a training will write. The history is created if the folder has
+        none.
 
         Raises:
             InputError: the folder has a run with other settings.
@@ -186,7 +191,7 @@ class History:
         return History(settings, folder)
 
     def plot(self, statistic: str, *, heads: Sequence[tuple[int, int]] | None = None, ax: "Axes | None" = None) -> Any:
-        """Draw a statistic of heads against the step, one line for each head, coloured by its layer. The heads that
+        """Draw a statistic against the training step, with one line for each head, coloured by layer. The heads that
         changed most are labelled.
 
         Args:
@@ -206,8 +211,8 @@ class History:
         return draw_history(self.series(statistic), statistic, unit_of(statistic), model, heads, ax)
 
     def save_pictures(self, folder: str | Path) -> list[Path]:
-        """Write the plot of each statistic to a file in a folder, which is created if it does not exist, and return the
-        paths of the files. A file is called like its statistic, such as `entropy.png`, and replaces an earlier one.
+        """Save a plot of each statistic as a PNG file in a folder, and return the paths of the files. A file has the
+        name of its statistic, such as `entropy.png`, and replaces an earlier one.
 
         Raises:
             InputError: no step was observed, or the folder cannot be written.
@@ -224,7 +229,9 @@ class History:
         return files
 
     def series(self, statistic: str) -> Iterator[tuple[tuple[int, int], list[int], list[float]]]:
-        """Yield, for each head, its layer and number, the steps in which `statistic` has a value, and the values."""
+        """Yield, for each head, the pair of its layer and number, the list of steps in which `statistic` has a value,
+        and the list of the values.
+        """
         places: dict[tuple[str, str, int], tuple[int, int]] = {}
         points: dict[tuple[str, str, int], tuple[list[int], list[float]]] = {}
         for row in self.rows():
@@ -238,12 +245,16 @@ class History:
 
 
 def head_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Return what identifies a head in all steps; the number of its layer may differ between steps."""
+    """Return a key that identifies a head in all steps: module path, kind of attention and head number. The number of
+    its layer may differ between steps.
+    """
     return row["module"], row["kind"], row["head"]
 
 
 def _rows_of_file(file: Path) -> list[Row]:
-    """Return the rows of a step in the file called like it; an error of Arrow or a `ValueError` refuses others."""
+    """Return the rows of one step, one per head, from its Parquet file. Raise an error of Arrow or a `ValueError` if
+    the file is damaged or belongs to another step.
+    """
     rows: list[Row] = _parquet().ParquetFile(file, page_checksum_verification=True).read().to_pylist()
     for row in rows:
         numbers = [value for name, value in row.items() if name not in ("module", "kind") and value is not None]

@@ -29,10 +29,9 @@ INDICATORS = frozenset({"entropy", "output_norm"})
 
 
 class TrainingObserver(StatisticsObserver):
-    """Interceptor that adds the statistics of the attention calls in a training forward pass to `heads`. The model's
-    own functions compute all outputs, so these have the same bits as without it. Calls of modules in evaluation mode,
-    and calls that activation checkpointing repeats, are not observed; nor are further calls of the model in a module
-    after a number of `sequences`.
+    """Interceptor that computes head statistics in the forward passes of a training. The model's own functions compute
+    all outputs, which keep their bits. It does not observe modules in evaluation mode, nor passes that activation
+    checkpointing repeats. After `sequences` sequences in a module, further forward passes are not observed.
 
     Attributes:
         inputs: arguments of the latest call of the model, by name; None before the first one.
@@ -47,22 +46,26 @@ class TrainingObserver(StatisticsObserver):
         self.inputs: Mapping[str, Any] | None = None
 
     def on_model_call(self) -> None:
-        """Begin a call of the model in this thread, and count the sequences of the previous one. They count only now,
-        since a module may attend several times to the same sequences in one call of the model.
+        """Start a forward pass of the model in this thread, and count the sequences of the previous one. They are
+        counted only now, since a module may attend several times to the same sequences in one pass.
         """
         super().on_model_call()
         for path, sequences in vars(self._of_thread).pop("sequences", {}).items():
             self._observed_sequences[path] = self._observed_sequences.get(path, 0) + sequences
 
     def on_module_call(self, path: str) -> None:
-        """Record that a module in training mode ran. Attention of other modules is not missing in the results."""
+        """Record that a module ran in training mode. Modules in evaluation mode are ignored, so that their attention is
+        not reported as missing.
+        """
         if self._modules[path].training:
             if not path:
                 self.inputs = call_stack.module_calls[-1].arguments
             super().on_module_call(path)
 
     def observe(self, call: Call) -> Observation | None:
-        """Return the functions that observe a call of the training, unless it repeats one or exceeds `sequences`."""
+        """Return the functions that observe an attention call. Return None if its module is in evaluation mode, if
+        activation checkpointing repeats it, or if enough sequences were observed.
+        """
         path = call.site.path
         if call.is_recomputation or not self._modules[path].training:
             return None
@@ -75,8 +78,8 @@ class TrainingObserver(StatisticsObserver):
 
 
 class _ForcedEager:
-    """Context in which compiled modules run without compilation, in all threads. It may be entered again before it is
-    left, in any order; the last exit restores the stance of the compiler.
+    """Context manager within which compiled modules run without compilation, in all threads. It may be entered several
+    times and left in any order: the last exit restores the previous setting of the compiler.
     """
 
     def __init__(self) -> None:
@@ -102,8 +105,8 @@ forced_eager = _ForcedEager()
 
 @contextmanager
 def _observing(model: nn.Module, observer: TrainingObserver) -> Iterator[None]:
-    """Context in which `observer` observes a model, whose compiled modules run without compilation. It is left, too,
-    when a monitor without references is deleted, as after an error in the training of a callback.
+    """Context manager within which `observer` observes a model, and compiled modules run without compilation. It also
+    ends when its monitor is deleted without being closed, as after an error in a training with a callback.
     """
     with forced_eager, intercepted(model, observer, context="hw.monitor", runs_eagerly=True):
         yield
@@ -131,7 +134,7 @@ def monitor(
     alarms: AlarmLimits | None = None,
     on_alarm: OnAlarm | None = None,
 ) -> "Monitor":
-    """Return a context manager that observes every head of a model while it trains.
+    """Return a context manager that records statistics of every attention head of a model while it trains.
 
     In every `every`-th step it observes the training forward passes themselves, without passes of its own. The model's
     own functions compute all outputs, so losses and gradients have the same bits. In the other steps nothing is hooked
@@ -169,8 +172,8 @@ def monitor(
 
 
 class Monitor:
-    """Monitor of a training, which `headwise.monitor` returns. Enter it as a context manager, and call `step` after
-    each step of the optimizer.
+    """Context manager that observes the heads of a model during training; `headwise.monitor` returns it. Call its
+    method `step` after each step of the optimizer.
 
     Attributes:
         history: statistics of the steps observed so far. In processes other than the first it is in memory alone.
@@ -249,7 +252,8 @@ class Monitor:
             self._of_run.close()
 
     def step(self) -> list[Alarm]:
-        """End a step of the training, and return its alarms. Call it once after each step of the optimizer.
+        """Record that a training step ended, and return its alarms: statistics of heads outside of the limits. Call it
+        once after each step of the optimizer.
 
         Raises:
             InputError: the monitor is not entered; the step was to be observed, and no attention of the model was seen
@@ -267,7 +271,9 @@ class Monitor:
             self._observe_if_due()
 
     def _open(self, folder: Path | None, settings: dict[str, Any], stack: ExitStack) -> list[int]:
-        """Open the run folder, and return the numbers of the steps that it had."""
+        """Open the run folder and its history, and return the numbers of the steps that were recorded in it before.
+        Without a folder, return an empty list.
+        """
         if folder is None:
             return []
         self.history = History.create(stack.enter_context(locked_folder(folder)), settings)
@@ -277,7 +283,7 @@ class Monitor:
         return recorded
 
     def _observe_if_due(self) -> None:
-        """Start to observe, if the next step is to be observed."""
+        """Start observing the model if the next training step is one to be observed."""
         if self._next % self._every == 0:
             heads = Heads(self._model)
             observer = TrainingObserver(self._model, heads, self._recorded, self._sequences)
@@ -285,7 +291,9 @@ class Monitor:
             self._heads, self._observer = heads, observer
 
     def _record(self, heads: Heads) -> list[Alarm]:
-        """Stop to observe, add the statistics of all processes to the history, and return the alarms."""
+        """Stop observing, add the step's statistics over all processes to the history, and return the alarms of the
+        step.
+        """
         self._heads = None
         self._of_step.close()
         if self._observer is not None:
@@ -317,7 +325,7 @@ class Monitor:
         return alarms
 
     def _rows(self, registry: SiteRegistry) -> list[Row]:
-        """Return one row for each head of the chosen layers."""
+        """Return one row of statistics for each head in the layers that the caller chose."""
         labelled = list(registry.head_labels())
         of_sites = {}
         for record in registry.records:
@@ -340,7 +348,9 @@ class Monitor:
 
 
 def inner_model(model: Any) -> nn.Module:
-    """Return the module that a compiled model, or one in DistributedDataParallel, contains."""
+    """Return the module inside of the wrappers of `torch.compile` and DistributedDataParallel; the model itself if
+    there are none.
+    """
     inner: nn.Module = model
     while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
         inner = model = model._orig_mod if hasattr(model, "_orig_mod") else model.module

@@ -27,7 +27,7 @@ from headwise.wording import counted
 
 
 class ClippedHead(NamedTuple):
-    """Head whose query and key projections were scaled.
+    """Attention head with its largest logit, and the factor by which `qk_clip` multiplied its logits.
 
     Attributes:
         layer: number of the layer.
@@ -56,8 +56,9 @@ def qk_clip(
     *,
     inputs: Mapping[str, Any] | Tensor | None = None,
 ) -> list[ClippedHead]:
-    """Scale the query and key projections of the heads whose largest attention logit exceeds a threshold, in place, so
-    that it becomes the threshold (QK-clip, Kimi Team 2025, section 2.1). Call it after the step of the optimizer.
+    """Reduce the largest attention logit of each head to at most a threshold (QK-clip, Kimi Team 2025, section 2.1).
+    The head's query projection, and its key projection unless heads share it, are scaled in place. Heads below the
+    threshold are unchanged. Call it after the step of the optimizer.
 
     With S_h the largest logit of head h, its logits are multiplied by gamma_h = threshold / S_h if that is below 1:
 
@@ -132,7 +133,9 @@ def qk_clip(
 
 
 def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[ClippedHead]:
-    """Return the largest logit of each head in the rows of a step, before a softcap, in any kind of attention."""
+    """Return the largest logit of each head from the rows of a recorded step. It is the logit before a softcap, and the
+    larger one of self- and cross-attention if a module computes both.
+    """
     modules = dict(model.named_modules())
     logits: dict[tuple[str, int], ClippedHead] = {}
     for row in rows:
@@ -154,7 +157,9 @@ def _of_rows(model: nn.Module, rows: Iterable[Row]) -> list[ClippedHead]:
 
 
 def _of_mapping(model: nn.Module, logits: Any) -> list[ClippedHead]:
-    """Return the largest logit of each head in a mapping from `(layer, head)`."""
+    """Return the largest logit of each head from a mapping by `(layer, head)`, with the path of the attention module.
+    Raise `InputError` if a layer does not have exactly one attention module.
+    """
     if not isinstance(logits, Mapping):
         expected = "a Monitor, a History, or a mapping from (layer, head) to a logit"
         raise InputError("logits", expected=expected, got=type(logits).__name__)
@@ -185,7 +190,9 @@ _DERIVED: WeakKeyDictionary[nn.Module, tuple[str, HeadSlices]] = WeakKeyDictiona
 
 
 def _derived(model: nn.Module, heads: Mapping[str, int | None], inputs: Any) -> dict[str, HeadSlices]:
-    """Return the slices of each head of modules of unknown classes, which are derived once."""
+    """Return the slices of parameters that compute each head's query and key, for modules of unknown classes, by path.
+    They are derived from a run on `inputs`, once for each module.
+    """
     known = {path: _DERIVED.get(model.get_submodule(path), ("", ())) for path in heads}
     slices = {path: of_heads for path, (name, of_heads) in known.items() if of_heads and name == path}
     missing = {path: number for path, number in heads.items() if path not in slices}
@@ -206,8 +213,9 @@ def _derived(model: nn.Module, heads: Mapping[str, int | None], inputs: Any) -> 
 def _slices_of_modules(
     model: nn.Module, head_logits: Iterable[ClippedHead], inputs: Any, *, is_complete: bool
 ) -> dict[str, HeadSlices]:
-    """Return the slices of the parameters of each head, by the path of the attention module. Modules of unknown classes
-    run on `inputs`, if there are any; `is_complete` if `head_logits` has all heads of each module.
+    """Return the slices of parameters that compute each head's query and key, by the path of the attention module. For
+    modules of unknown classes, they are derived from a run on `inputs`. With `is_complete`, `head_logits` contains all
+    heads of each module.
     """
     heads_of: dict[str, set[int]] = {}
     for each in head_logits:

@@ -11,8 +11,8 @@ from headwise.shapes import Float
 
 
 def check_parameters(model: nn.Module, modules: Sequence[HeadModule]) -> None:
-    """Raise `InputError` if a parameter of attention modules has other sizes than its heads imply, is quantised, or is
-    shared, so that a change of one module would change another.
+    """Raise `InputError` if the heads of attention modules cannot be changed in place. This is so if a parameter has
+    other sizes than its heads imply, is quantised, or is shared by several modules.
     """
     owner_of: dict[int, str] = {}
     for module in modules:
@@ -27,8 +27,8 @@ def check_parameters(model: nn.Module, modules: Sequence[HeadModule]) -> None:
 
 
 def reorder_heads(model: nn.Module, module: HeadModule, kv_order: Sequence[int]) -> None:
-    """Bring the key/value heads into another order, together with their query heads and all that belongs to these. For
-    each new place, `kv_order` has the present number of the head. The output of the module does not change.
+    """Reorder the key/value heads of an attention module in place, together with their query heads and output columns.
+    `kv_order[i]` is the present number of the head that moves to place i. The output of the module does not change.
     """
     group = module.num_heads // module.num_kv_heads
     query_order = [kv * group + member for kv in kv_order for member in range(group)]
@@ -45,9 +45,10 @@ def multiply_features(
     keys: Float[Tensor, "kv_heads head_dim head_dim"],
     values: Float[Tensor, "kv_heads value_dim value_dim"],
 ) -> None:
-    """Multiply the keys and the values of each head by an orthogonal matrix, its queries by that of its keys, and the
-    columns of the output projection by the inverse of that of its values. The output of the module does not change if
-    the matrices are of the sets in `head_freedom.py`.
+    """Multiply keys and values of each head by an orthogonal matrix, in place, and compensate for it in queries and
+    output projection. Queries are multiplied by the matrix of their keys, and columns of the output projection by the
+    inverse of that of their values. The module's output stays the same for the matrices of `key_freedom` and
+    `value_freedom`.
     """
     group = module.num_heads // module.num_kv_heads
     matrices: dict[HeadPart | None, Tensor] = {
@@ -69,8 +70,8 @@ def average_heads(
     key_weights: Float[Tensor, "groups members"],
     value_weights: Float[Tensor, "groups members"],
 ) -> None:
-    """Replace the keys and the values of each head by the weighted mean of its group of consecutive heads. The sum of
-    the weights in each group is 1.
+    """Replace the key and value projections of each head by a weighted mean over a group of consecutive heads, in
+    place. The heads of a group become equal. The weights of each group sum to 1.
     """
     weights: dict[HeadPart | None, Tensor] = {"key": key_weights, "value": value_weights}
 
@@ -87,8 +88,8 @@ def average_heads(
 
 @torch.no_grad()
 def _change(model: nn.Module, module: HeadModule, change: Callable[[Tensor, HeadBlocks], Tensor]) -> None:
-    """Replace the numbers of the heads `(heads, width, other)` of each block in the parameters of a module by a
-    function of them and of the block, in place, computed in float64.
+    """Apply a function to the weights of all heads in the parameters of an attention module, in place, in float64. Its
+    arguments are the weights `(heads, width, other)` of one kind, such as queries, and their location.
     """
     for blocks in module.blocks:
         part = blocks.view(model.get_parameter(blocks.parameter))

@@ -21,8 +21,9 @@ heads, among those of the dense model."""
 
 
 def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record: bool = True) -> None:
-    """Remove all other heads than those in `kept` from attention modules of a model, in place, and let the model's
-    configuration state the remaining ones: in a record if its own fields cannot, and `may_record` allows it.
+    """Remove all heads except those in `kept` from attention modules of a model, in place. The model's configuration
+    then states the remaining heads in its own fields. If these cannot state them, they are listed in an additional
+    field, the record, or `InputError` is raised if `may_record` is False.
     """
     if hasattr(getattr(model, "config", None), RECORD):
         expected = "one without removed heads that its configuration records"
@@ -59,8 +60,9 @@ def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record:
 
 
 def remove_recorded_heads(model: nn.Module, record: Mapping[str, Sequence[int]]) -> None:
-    """Remove the heads from a dense model that were removed from the model whose configuration has this record. Paths
-    of modules may lack the prefix of the model that was saved, or have one in addition.
+    """Remove heads from a dense model as a record states, in place. The record is a field in the configuration of a
+    saved model that lists the remaining heads of each module. Module paths may have a prefix that the model lacks, or
+    lack one.
     """
     paths = dict(model.named_modules())
     prefix = getattr(model, "base_model_prefix", "") + "."
@@ -75,8 +77,8 @@ def remove_recorded_heads(model: nn.Module, record: Mapping[str, Sequence[int]])
 
 @torch.no_grad()
 def _remove(model: nn.Module, kept: Mapping[str, KeptHeads]) -> dict[str, HeadModule]:
-    """Remove all other heads than those in `kept` from attention modules of a model, in place, and return the dense
-    modules' places of heads.
+    """Remove all heads except those in `kept` from attention modules of a model, in place, but leave the configuration
+    unchanged. Return the locations of heads before the removal, by module path.
     """
     _separate_biases(model, kept)
     modules = {path: head_module(model, path) for path in kept}
@@ -102,8 +104,8 @@ def _remove(model: nn.Module, kept: Mapping[str, KeptHeads]) -> dict[str, HeadMo
 
 
 def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
-    """Give each attention module of a T5 stack a position bias of its own, in place, if different heads will remain in
-    the modules of the stack. Otherwise the first module computes the bias of all others.
+    """Prepare the modules of T5 stacks, in which the first module computes the relative position bias of all. If
+    different heads will remain in the modules of a stack, each module gets a bias table of its own.
     """
     modules_of_stack: dict[tuple[str, str], dict[str, Any]] = {}
     for path, module in model.named_modules():
@@ -126,16 +128,18 @@ def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
 
 
 def _ignore_bias(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Leave out the position bias that the module before passes on, so that the module computes its own."""
+    """Forward pre-hook that removes the argument `position_bias`, which the previous module computed, so that the
+    module computes its own.
+    """
     return arguments, {**named, "position_bias": None}
 
 
 def _own_fields(
     model: Any, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads]
 ) -> dict[str, dict[str, int]] | None:
-    """Return values for fields of a model's configuration that state the remaining heads, by the name of the field with
-    this part of the configuration, which is empty for the configuration itself; None if the modules differ, or have no
-    such fields.
+    """Return new values for the fields of a model's configuration that state numbers of heads. They are grouped by the
+    name of the part of the configuration; an empty name stands for the configuration itself. Return None if the modules
+    would need different values, or the configuration has no such fields.
     """
     fields_of: dict[str, dict[str, int]] = {}
     for path, module in modules.items():
@@ -154,13 +158,13 @@ def _own_fields(
 
 
 def _part(config: Any, name: str) -> Any:
-    """Return the part of a configuration with this name."""
+    """Return the part of a configuration with this name, or the configuration itself if the name is empty."""
     return getattr(config, name) if name else config
 
 
 def _shapes_of_new(model: Any, fields_of: Mapping[str, Mapping[str, int]]) -> dict[str, torch.Size] | None:
-    """Return the shapes of a new model with these fields in its configuration, as it is saved and loaded; None if it
-    cannot be made, such as if `transformers` finds the fields inconsistent.
+    """Return the shapes of the weights of a new model whose configuration has the values in `fields_of`, by name.
+    Return None if `transformers` cannot create such a model.
     """
     config = deepcopy(model.config)
     for part, fields in fields_of.items():
@@ -174,7 +178,7 @@ def _shapes_of_new(model: Any, fields_of: Mapping[str, Mapping[str, int]]) -> di
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the shape of each entry of a model's state dict."""
+    """Return the shape of each tensor in a model's state dict, by name."""
     return {name: value.shape for name, value in model.state_dict().items()}
 
 
@@ -182,9 +186,9 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def loader_of(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> str:
-    """Return what loads a model without other query heads than those in `kept`, by the path of the attention module,
-    when it is saved: "transformers", if the fields of its configuration can state them; otherwise "headwise". Return
-    "none" for a model that is not of `transformers`.
+    """Return the name of the package that can load the model after it is saved with the query heads `kept` alone (by
+    module path). This is "transformers" if its configuration can state them in its own fields, otherwise "headwise".
+    Return "none" for a model that is not of `transformers`.
     """
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return "none"
@@ -197,14 +201,14 @@ def loader_of(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> str:
 
 
 def has_record(config: Any) -> bool:
-    """Return True if a configuration lists the remaining heads of a model."""
+    """Return True if a configuration has headwise's additional field that lists the remaining heads of each module."""
     return getattr(config, RECORD, None) is not None
 
 
 def class_of_saved(loader: Any, config: Any) -> Any:
-    """Return the class whose `from_pretrained` loads a saved model with this configuration: `loader` (a class of a
-    model of `transformers`, or an auto class such as `AutoModel`) or, if heads were removed that the fields of the
-    configuration cannot state, a class that makes such a model. The model is then one of the dense class.
+    """Return the class whose `from_pretrained` loads a saved model with this configuration. It is `loader`, a model
+    class or auto class of `transformers`, unless the configuration lists the heads that remain. Then it is a subclass
+    that removes the other heads before the weights are loaded; the loaded model is an object of the original class.
     """
     if not has_record(config):
         return loader
@@ -214,7 +218,7 @@ def class_of_saved(loader: Any, config: Any) -> Any:
             dense = type(loader.from_config(config))
 
     class Pruned(dense):  # type: ignore[misc]
-        """The dense class, with fewer heads."""
+        """Subclass of the dense model's class that removes heads when a model is created."""
 
         def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
             super().__init__(config, *arguments, **named)

@@ -9,8 +9,8 @@ from headwise.errors import InputError
 
 
 def with_own_layers(model: nn.Module) -> nn.Module:
-    """Return a model that computes the same with `headwise.compat.MultiheadAttention` in place of torch's layer, and
-    shares all parameters and buffers with `model`; `model` itself if it has none of torch's layers.
+    """Return a copy of a model in which `headwise.compat.MultiheadAttention` replaces torch's attention layer, with the
+    same outputs. It shares all parameters and buffers with `model`. Return `model` itself if it has no such layer.
     """
     if not any(type(module) is nn.MultiheadAttention for module in model.modules()):
         return model
@@ -19,8 +19,8 @@ def with_own_layers(model: nn.Module) -> nn.Module:
 
 
 def replace_torch_layers(model: nn.Module) -> nn.Module:
-    """Replace torch's attention layers in a model, in place, by `headwise.compat.MultiheadAttention` with the same
-    parameters, and return the model; or the replacement, if the model is itself such a layer.
+    """Replace each of torch's attention layers in a model, in place, by a `headwise.compat.MultiheadAttention` with the
+    same parameters. Return the model or, if the model is itself such a layer, its replacement.
     """
     if type(model) is nn.MultiheadAttention:
         return _own_layer(model, "model")
@@ -38,7 +38,9 @@ def replace_torch_layers(model: nn.Module) -> nn.Module:
 
 
 def _own_layer(layer: nn.MultiheadAttention, path: str) -> MultiheadAttention:
-    """Return a layer of headwise with the parameters of torch's layer."""
+    """Return a `headwise.compat.MultiheadAttention` with the options and the parameters of torch's layer, not
+    copied.
+    """
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
         raise InputError("model", expected="torch's attention layers without hooks", got=f"a hook of {path}")
     own = MultiheadAttention(

@@ -53,7 +53,8 @@ DECODED_TOKENS = 48
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Width, depth, vocabulary, kind and size that all models of a study share.
+    """Sizes that all models of a study share: width, depth, vocabulary, number of parameters, and kind (decoder,
+    encoder or classifier). The models differ in their heads alone.
 
     Attributes:
         vocabulary: number of tokens.
@@ -72,8 +73,8 @@ class ModelShape:
     classes: int | None = None
 
     def mlp_dim(self, setting: Setting) -> int:
-        """Return the hidden width of each layer's MLP with which a model with the heads of `setting` comes closest to
-        the intended number of parameters; raise `InputError` if none are left for the MLP.
+        """Return the hidden width of each layer's MLP with which a model with the heads of `setting` is closest to the
+        intended number of parameters. Raise `InputError` if none are left for the MLP.
         """
         attention = 2 * self.embed_dim * setting.head_dim * (setting.num_heads + setting.num_kv_heads)
         norms = self.embed_dim * (2 * self.layers + 1)
@@ -96,9 +97,10 @@ class ModelShape:
         layers: int | None = None,
         **other: Any,
     ) -> "ModelShape":
-        """Return the shape whose depth (1 to 48 layers, or `layers`) and width (`embed_dim`, or about 40 features per
-        layer, divisible by all `heads` where possible) are closest to `parameters`. A layer with heads of `embed_dim /
-        heads` has about 12 embed_dim^2 of them, and an MLP of width 2.7 embed_dim (Shazeer 2020).
+        """Return the shape (depth and width) whose estimated number of parameters is closest to `parameters`. The depth
+        is 1 to 48 layers, or `layers`. The width is `embed_dim`, or about 40 features per layer, divisible by all
+        `heads` where possible. The estimate is that of the embedding plus 12 embed_dim^2 per layer, for heads of width
+        `embed_dim / heads` and an MLP of width 2.7 embed_dim (Shazeer 2020).
         """
         common = 2 * math.lcm(*heads)
         step = common if common <= MAX_COMMON_MULTIPLE else 2
@@ -186,7 +188,9 @@ class TransformerLayer(nn.Module):
         is_token: Bool[Tensor, "batch length"] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "batch length embed"]:
-        """Return `x` after self-attention and MLP; no token attends to padding, where `is_token` is False."""
+        """Return the output of this layer: `x` after self-attention and MLP. No token attends to padding, where
+        `is_token` is False.
+        """
         mask = None if is_token is None else dense(is_token[:, None, None, :])
         x = x + self.self_attn(self.input_layernorm(x), mask=mask, cache=cache)
         y: Tensor = self.mlp(self.post_attention_layernorm(x))
@@ -219,7 +223,7 @@ class ClassifierHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length embed"], is_token: Bool[Tensor, "batch length"] | None
     ) -> Float[Tensor, "batch classes"]:
-        """Return the class logits of each sequence, averaged over its tokens, where `is_token` is True."""
+        """Return the class logits of each sequence: the mean over its tokens, where `is_token` is True."""
         logits: Tensor = self.classifier(F.gelu(self.dense(x)))
         if is_token is None:
             return logits.mean(1)
@@ -227,7 +231,9 @@ class ClassifierHead(nn.Module):
 
 
 def decode_speed(model: Transformer, context: int) -> float:
-    """Return tokens per second: 1 / the median time of 48 decoding steps of one token after `context` tokens."""
+    """Return the decoding speed in tokens per second: 1 / the median time of 48 steps that each decode one token, after
+    `context` tokens in the cache.
+    """
     device = device_of(model)
     ids = torch.arange(context, device=device)[None] % model.shape.vocabulary
     caches, seconds = [DynamicCache() for _ in model.layers], []
@@ -242,7 +248,7 @@ def decode_speed(model: Transformer, context: int) -> float:
 
 
 def cache_bytes_per_token(model: nn.Module) -> float:
-    """Return the bytes of one token in the key/value caches of all layers, in the parameters' data type."""
+    """Return the bytes that one token takes in the key/value caches of all layers, in the parameters' data type."""
     layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
     size = next(model.parameters()).element_size()
     return float(sum(size * layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers))
@@ -255,8 +261,8 @@ POSITIONS_FACTOR = 4
 def save_model(
     model: Transformer, tokenizer: Any, folder: str | Path, *, context: int, labels: Sequence[str] = ()
 ) -> None:
-    """Save a trained study model in float32, with its configuration, its tokenizer and the `labels` of a classifier's
-    classes, to a folder in Hugging Face format, for training sequences of `context` tokens.
+    """Save a trained study model to a folder in Hugging Face format: weights in float32, configuration, tokenizer, and
+    the class names `labels` of a classifier. `context` is the number of tokens of its training sequences.
     """
     converted = as_transformers(model, tokenizer, context=context)
     if labels:
@@ -267,7 +273,9 @@ def save_model(
 
 
 def as_transformers(model: Transformer, tokenizer: Any, *, context: int) -> Any:
-    """Return a study model as a Llama or, if it is not a decoder, a EuroBERT, in evaluation mode."""
+    """Convert a study model to a `transformers` model in evaluation mode: a Llama if it is a decoder, otherwise a
+    EuroBERT.
+    """
     transformers = require_transformers()
     shape, setting = model.shape, model.setting
     sizes: dict[str, Any] = {

@@ -43,8 +43,8 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """Length of each training of a study, and expected durations. It is computed once and stored in the database, so
-    that all processes of the study use the same values.
+    """Number of steps of each training in a study, and expected durations. The plan is computed once and stored in the
+    database, so that all processes of the study use the same values.
 
     Attributes:
         steps: steps of each training.
@@ -63,7 +63,9 @@ class StudyPlan:
     spec: dict[str, Any]
 
     def seconds(self, key: TrialKey) -> float:
-        """Return the planned seconds of a trial that is not stopped early; 0 without a time limit."""
+        """Return the planned seconds of a trial (one training with its evaluation) that is not stopped early; 0 without
+        a time limit.
+        """
         name = key.setting.name
         if name not in self.step_seconds:
             return 0.0
@@ -74,10 +76,10 @@ class StudyPlan:
 def make_plan(
     definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget, seconds_spent: Callable[[], float]
 ) -> StudyPlan:
-    """Return the plan of a study with the fingerprint `spec`, which has used `seconds_spent()` so far. With a time
-    limit, a few steps of each head setting are timed; if the budget does not set the number of steps, it is the largest
-    number that the limit allows, but at most four passes over the training batches. A limit that is too short raises
-    `InputError`.
+    """Return the plan of a study: the number of steps of each training, and expected durations. With a time limit, a
+    few steps are timed for each head setting. The number of steps is the one in the budget; without one, it is the
+    largest for which the study ends in time, up to four passes over the training batches. Raise `InputError` if the
+    limit is too short.
     """
     limit, corpus = budget.seconds, definition.corpus
     step_seconds, judge_seconds, more_seconds, parameters = {}, {}, {}, {}
@@ -121,9 +123,10 @@ def make_plan(
 
 
 def duration_estimate(finished: Iterable[FinishedTrial], plan: StudyPlan) -> Callable[[TrialKey], float]:
-    """Return a function that predicts the seconds of a trial: its planned seconds times the median slowdown (measured
-    by planned seconds) of finished trials, without pruned ones: those of the same head setting and stage or, if none of
-    these has finished, those of the same stage or, if none of these either, all.
+    """Return a function that predicts the seconds of a trial (one training): its planned seconds, times the median
+    slowdown of finished trials that were not stopped early. A slowdown is the measured time divided by the planned
+    time. Trials of the same head setting and stage are used if there are any, otherwise those of the same stage,
+    otherwise all.
     """
 
     def groups(key: TrialKey) -> tuple[Any, ...]:
@@ -143,9 +146,9 @@ def duration_estimate(finished: Iterable[FinishedTrial], plan: StudyPlan) -> Cal
 
 
 def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], budget: StudyBudget) -> TrialKey | None:
-    """Return the trial that this process should run next, or None if none can start now: learning-rate trials, then
-    final trainings with the best learning rates. Once the budget allows no further learning-rate trial, or the
-    remaining time is needed for the final trainings, the search is closed for all processes.
+    """Return the trial (one training) that this process should run next, or None if none can start now. Learning-rate
+    trials come first, then final trainings with the best learning rates. The search ends for all processes when the
+    budget allows no further trial, or the remaining time is needed for the final trainings.
     """
     running, finished, spent = store.running(), store.finished(), store.seconds_spent()
     claimed = running | {trial.key for trial in finished}
@@ -155,8 +158,9 @@ def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], 
     reserved = RESERVE * sum(expected_seconds(key) for key in finals) / store.active_processes()
 
     def is_in_time(key: TrialKey) -> bool:
-        """Return True if the time limit allows a trial to start. A final training must be expected to end at most 5 %
-        after the limit. A learning-rate trial, except the first of a setting, must leave time for the final trainings.
+        """Return True if the time limit allows a trial to start. A final training may be expected to end at most 5 %
+        after the limit. A learning-rate trial, except the first of a head setting, must leave enough time for the final
+        trainings.
         """
         if budget.seconds is None:
             return True
@@ -188,8 +192,8 @@ def run_trials(
     budget: StudyBudget,
     show_progress: Callable[[], None],
 ) -> None:
-    """Run the trials of a study one after another in this process, except those that other processes run or have
-    finished, until none is left to start or running. `show_progress` is called before each trial and after each
+    """Run the trials of a study (its trainings) one after another in this process, until none is left. Trials that
+    other processes run or have finished are skipped. `show_progress` is called before each trial and after each
     training step.
     """
 

@@ -54,8 +54,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Space:
-    """Head settings to compare in a study: every valid combination of the given numbers of query heads, head dimensions
-    and numbers of key/value heads.
+    """Space of head settings to compare in a study: every valid combination of the stated numbers of query heads, head
+    dimensions and numbers of key/value heads.
 
     Attributes:
         embed_dim: width of the model. Required by `hw.study`; `hw.study_texts` derives it from the model size.
@@ -91,8 +91,8 @@ class Space:
             object.__setattr__(self, name, tuple(whole_number(name, number, least=1) for number in numbers))
 
     def settings(self) -> tuple[Setting, ...]:
-        """Return every valid setting of the space once, ordered by number of query heads, head dimension and number of
-        key/value heads. If there is none, `InputError` is raised.
+        """Return all valid head settings of the space without duplicates, ordered by number of query heads, head
+        dimension and number of key/value heads. Raise `InputError` if there are none.
 
         Raises:
             InputError: no combination is valid, or `embed_dim` is None.
@@ -106,16 +106,16 @@ class Space:
         return valid
 
     def left_out(self) -> tuple[str, ...]:
-        """Return the reasons, one sentence each, why combinations of heads, head dimension and key/value heads are
-        invalid. Equal sentences are returned once.
+        """Return a sentence for each invalid combination of heads, head dimension and key/value heads in the space,
+        which states why it is invalid. Equal sentences are returned once.
         """
         reasons = (self.why_not(setting) for setting in self._combinations())
         return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 
     def why_not(self, setting: Setting) -> str | None:
-        """Return a sentence that states why a head setting is invalid, or None if it is valid. It is valid if the
-        number of query heads divides `embed_dim`, the number of key/value heads divides that of query heads, the head
-        dimension is even, and `tensor_parallel` ranks can share the heads equally.
+        """Return a sentence that states why a head setting is invalid, or None if it is valid. In a valid setting,
+        query heads divide `embed_dim`, key/value heads divide query heads, and the head dimension is even.
+        `tensor_parallel` ranks must be able to share the heads equally.
         """
         heads, kv_heads = setting.num_heads, setting.num_kv_heads
         if self._width % heads:  # transformers requires it in a configuration, even when head_dim is set
@@ -129,9 +129,9 @@ class Space:
         return None
 
     def parse(self, text: str) -> Setting:
-        """Parse a head setting written as `8`, `8x64`, `8x64/2` or `8/2` (heads, head dimension, key/value heads), and
-        check that it is valid. A missing head dimension is `embed_dim / heads`; missing key/value heads are as many as
-        heads.
+        """Return the head setting that a text states as `8`, `8x64`, `8x64/2` or `8/2` (heads, head dimension,
+        key/value heads). By default, the head dimension is `embed_dim / heads`, and there are as many key/value heads
+        as heads. Raise `InputError` if the setting is invalid.
 
         Raises:
             InputError: the text has another form, or the setting is invalid.
@@ -159,7 +159,9 @@ class Space:
             yield self._setting(heads, head_dim, kv_heads)
 
     def _setting(self, heads: int, head_dim: int | None, kv_heads: int | None) -> Setting:
-        """Return a setting whose default `head_dim` is `embed_dim / heads`, and default `kv_heads` is `heads`."""
+        """Return a head setting. `head_dim` None stands for `embed_dim / heads`, and `kv_heads` None for as many as
+        `heads`.
+        """
         return Setting(heads, head_dim or max(1, self._width // heads), kv_heads or heads)
 
 
@@ -169,9 +171,9 @@ MIN_TRIALS, MAX_TRIALS = 3, 8
 
 @dataclass(frozen=True)
 class StudyBudget:
-    """Limits of a study, which compares models with different head settings (numbers of heads and head dimension): the
-    total time in seconds, the length of each training in batches or tokens, and the number of trainings. Each head
-    setting is first trained with several learning rates, and then, with the best of these rates, once for each seed.
+    """Limits of a study, which compares models with different heads: the total time in seconds, the length of each
+    training in batches or tokens, and the number of trainings. Each head setting is trained with several learning
+    rates, and then, with the best of these, once for each seed.
 
     One of `seconds`, `steps` and `tokens` is required.
 
@@ -206,13 +208,15 @@ class StudyBudget:
 
     @property
     def max_trials(self) -> int:
-        """Largest number of learning rates tried for each head setting: `trials`, or by default 8 with a time limit and
-        3 without.
+        """Largest number of learning rates to try for each head setting: `trials` or, by default, 8 with a time limit
+        and 3 without.
         """
         return self.trials or (MIN_TRIALS if self.seconds is None else MAX_TRIALS)
 
     def in_steps(self, tokens_per_step: int) -> "StudyBudget":
-        """Return this budget with `tokens` converted to `steps`, batches of `tokens_per_step` tokens, rounded up."""
+        """Return this budget with the training length in steps instead of tokens, rounded up; a step is a batch of
+        `tokens_per_step` tokens.
+        """
         if self.tokens is None:
             return self
         return replace(self, tokens=None, steps=-(-self.tokens // tokens_per_step))

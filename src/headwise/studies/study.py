@@ -62,9 +62,9 @@ def study(
     progress: bool = False,
     force: bool = False,
 ) -> Study:
-    """Train models with different heads on the same batches, with the best of several learning rates for each head
-    setting. Return a table with one row per head setting, which compares the held-out losses, averaged over several
-    seeds, and recommends a setting if the differences are significant.
+    """Train models with different heads on the same batches. Each head setting uses the best of several learning rates,
+    and is then trained with several seeds. Return a table with one row per head setting, which compares mean held-out
+    losses and recommends a setting if the differences are significant.
 
     Args:
         build_model: returns an untrained model with the heads of a `Setting`, on the device to train on.
@@ -131,9 +131,9 @@ def run_study(
     progress: bool,
     force: bool,
 ) -> Study:
-    """Train and compare the models of a study, or resume an interrupted study, and return the table of results, with
-    which `title` (name of the data or model), `baseline` and `left_out` (a sentence on each invalid setting) are
-    stored. Other arguments are as for `study`.
+    """Train and compare the models of a study, or resume it if it was interrupted, and return the table of results. The
+    table also stores `title` (name of the data or model), `baseline`, and `left_out` (a sentence on each invalid
+    setting). Other arguments are as for `study`.
     """
     spec = definition.fingerprint(budget)
     if out is not None:
@@ -168,9 +168,9 @@ def run_study(
 
 @contextmanager
 def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Context manager that yields a function, which updates a progress bar if it is `shown`. The bar counts seconds if
-    the budget has a time limit, otherwise finished trainings. It is full at the end of a study, also if no further
-    training fits into the time limit.
+    """Context manager that yields a function, which updates the progress bar of a study if it is `shown`. The bar
+    counts seconds if the budget has a time limit, otherwise finished trainings. At the end of a study it is set to
+    full.
     """
     limit = budget.seconds
     total = len(store.settings) * (budget.max_trials + budget.seeds) if limit is None else round(limit)
@@ -199,7 +199,9 @@ def settings_to_compare(space: Any, baseline: Setting | None) -> tuple[Setting, 
 
 
 def split_batches(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[Batches, Batches]:
-    """Return the training batches and the held-out batches, by default every tenth batch of `data`."""
+    """Return the training batches and the held-out batches. If `held_out` is None, every tenth batch of `data` is held
+    out.
+    """
     batches = list(iterate_batches(data))
     training, judged = (batches, list(iterate_batches(held_out))) if held_out is not None else every_nth(batches)
     if not training or not judged:
@@ -211,7 +213,7 @@ def split_batches(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[
 
 
 def every_nth(examples: Sequence[Any], n: int = HELD_OUT) -> tuple[list[Any], list[Any]]:
-    """Return the examples without every n-th, and every n-th."""
+    """Divide examples into two lists: all except every n-th example, and every n-th example."""
     return [each for number, each in enumerate(examples) if (number - n // 2) % n], list(examples[n // 2 :: n])
 
 

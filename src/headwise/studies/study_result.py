@@ -35,9 +35,9 @@ Losses = Mapping[Setting, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Conclusion of a study: the recommended head setting, or None, with the reason in a sentence; the head settings
-    whose mean held-out loss does not differ significantly from the lowest; and the smallest significant difference
-    between two mean losses.
+    """Conclusion of a study: the recommended head setting or None, with the reason in a sentence. It also has the head
+    settings whose mean held-out loss does not differ significantly from the lowest, and the smallest significant
+    difference between two mean losses.
 
     Attributes:
         setting: recommended setting; None if no setting is significantly better than the alternatives.
@@ -53,8 +53,9 @@ class Recommendation:
 
 
 def comparable(losses: Losses) -> dict[Setting, list[float]]:
-    """Return the held-out losses of each setting in the order of the seeds, for settings with at least one loss and
-    only finite ones. A seed is left out for all settings if any of these settings has no loss for it.
+    """Return, for each head setting, its held-out losses in the order of the seeds, for a paired comparison. Settings
+    without a loss or with one that is not finite are left out. So is a seed for which one of the remaining settings has
+    no loss.
     """
     finite = {setting: runs for setting, runs in losses.items() if runs and all(map(math.isfinite, runs.values()))}
     seeds = sorted(set.intersection(*(set(runs) for runs in finite.values()))) if finite else []
@@ -86,9 +87,9 @@ def significant_difference(losses: Losses) -> float:
 
 
 def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]) -> bool:
-    """Return True if a setting with the statistics `one` is at least as good as one with `other` in loss, time per
-    step, decoding speed and cache size, and better in one of them. Times and speeds count as equal if they differ by at
-    most two standard errors of their difference; a statistic that one of the settings lacks is ignored.
+    """Return True if a head setting with the statistics `one` dominates one with `other`: it is at least as good in
+    loss, time per step, decoding speed and cache size, and better in one of them. Times and speeds count as equal
+    within two standard errors of their difference. A statistic that one setting lacks is ignored.
     """
     better = False
     for name in (*LOWER_IS_BETTER, *HIGHER_IS_BETTER):
@@ -105,9 +106,9 @@ def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]
 
 
 def recommend(losses: Losses, step_ms: Mapping[Setting, float], baseline: Setting | None) -> Recommendation:
-    """Return the recommendation of a study from its held-out losses and the milliseconds per training step. Candidates
-    are the settings whose mean loss is not significantly higher than the lowest; of these the fastest to train is
-    recommended. None is if every setting or the `baseline` is a candidate, or if the losses allow no significance test.
+    """Return the recommendation of a study, from held-out losses and milliseconds per training step. Of the settings
+    whose mean loss is not significantly higher than the lowest, it is the fastest to train. No setting is recommended
+    if these include all settings or the `baseline`, or if the losses allow no significance test.
     """
     compared, trained = comparable(losses), [setting for setting, runs in losses.items() if runs]
     # A setting that diverged once is worse than every other.
@@ -205,7 +206,9 @@ class Study(Table[SettingRow]):
 
     @property
     def baseline(self) -> Setting | None:
-        """Head setting that the caller of the study declared as the one in use, or None."""
+        """Head setting that the caller of the study stated as the present one, to which others are compared; None if
+        there is none.
+        """
         return None if self.metadata["baseline"] is None else Setting(*self.metadata["baseline"])
 
     @property
@@ -242,8 +245,8 @@ class Study(Table[SettingRow]):
         raise InputError("setting", expected=f"one of {', '.join(row.name for row in self.rows)}", got=str(setting))
 
     def plot(self, statistic: str | None = None, *, kind: str = "heads", ax: Any = None) -> "Axes":
-        """Draw a measurement of every head setting, and return the matplotlib axes. Notebooks display these;
-        `ax.figure.savefig("x.svg")` saves the plot as SVG, PDF or PNG.
+        """Draw one statistic of every head setting, such as the held-out loss, and return the matplotlib axes.
+        Notebooks display these; `ax.figure.savefig("x.svg")` saves the plot as SVG, PDF or PNG.
 
         | kind    | plot                                                                                       |
         | ------- | ------------------------------------------------------------------------------------------ |
@@ -266,9 +269,9 @@ class Study(Table[SettingRow]):
         return plot_kind(kinds, kind, ax, statistic=statistic)
 
     def _draw_by_heads(self, statistic: Any = "loss", *, ax: Any = None) -> "Axes":
-        """Draw a statistic against the number of heads, with a dot for each seed and lines through the means. One line
-        joins the settings with the same heads x head_dim if that is the same for all settings, otherwise those with the
-        same head_dim. Each number of shared key/value heads has a line of its own.
+        """Draw a statistic against the number of heads, with a dot for each seed and lines through the means. If heads
+        x head_dim is the same for all settings, one line joins all; otherwise, a line joins settings with the same
+        head_dim. Settings with shared key/value heads have a separate line for each number of these.
         """
         rows = self._rows_with(statistic)
         axes = axes_for(ax, 5.0, 3.8)
@@ -299,7 +302,9 @@ class Study(Table[SettingRow]):
         return axes
 
     def _draw_by_time(self, statistic: Any = "loss", *, ax: Any = None) -> "Axes":
-        """Draw a statistic against the time per training step; blue settings are on the Pareto frontier."""
+        """Draw a statistic of each head setting against its time per training step. Settings on the Pareto frontier,
+        which no other setting dominates, are blue.
+        """
         rows = self._rows_with(statistic)
         axes, frontier = axes_for(ax, 5.0, 3.8), self.frontier
         for row in rows:
@@ -314,7 +319,9 @@ class Study(Table[SettingRow]):
         return axes
 
     def _rows_with(self, statistic: Any) -> list[SettingRow]:
-        """Return the rows that have a value of a statistic."""
+        """Return the rows of the head settings for which a statistic was measured. Raise `InputError` if there are
+        none.
+        """
         require_statistic(statistic, self.statistics)
         rows = [row for row in self.rows if row.statistics[statistic].n]
         if not rows:
@@ -330,9 +337,9 @@ def collect_results(
     seeds: int,
     baseline: Setting | None,
 ) -> Study:
-    """Return the table of a study, with one row per setting: the loss and other measurements of its final trainings, of
-    which there should be `seeds`, averaged over seeds. Every trial is also listed in the metadata. `parameters` has the
-    size of a model by setting name.
+    """Return the table of a study from its trials (trainings). Each head setting has one row: loss and other
+    measurements of its final trainings, averaged over `seeds` seeds. Every trial is also listed in the metadata.
+    `parameters` has the number of parameters of a model by setting name.
     """
     finals = [trial for trial in trials if trial.key.final]
     runs = [

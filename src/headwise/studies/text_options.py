@@ -11,8 +11,8 @@ TASKS = ("lm", "mlm", "classify")
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Options for turning a text into training data of a study: the task, the tokenizer, tokens per sequence, and
-    sequences per batch.
+    """Options for turning a text into training data of a study: the task to learn, the tokenizer, the number of tokens
+    per sequence, and the number of sequences per batch.
 
     Attributes:
         task: "lm" (next token), "mlm" (masked tokens) or "classify" (label of a text).

@@ -80,7 +80,9 @@ def train_tokenizer(source: str | Path, column: str, vocabulary: int) -> Any:
 
 
 def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
-    """Return the batches and the loss of the task of `options` on the text of a file or folder."""
+    """Return the training and held-out batches for the task of `options`, with its loss, from the text in a file or
+    folder.
+    """
     if options.task == "classify":
         return _classification_corpus(source, tokenizer, options)
     if options.task == "mlm" and tokenizer.mask_token_id is None:
@@ -104,8 +106,8 @@ def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Cor
 
 
 def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
-    """Return labelled texts from JSON lines, CSV or Parquet, without blank ones, as padded batches with the loss of a
-    classifier. A class number is the index of a label among the sorted labels.
+    """Return the batches and the loss for text classification, from JSON lines, CSV or Parquet with a label for each
+    text. Blank texts are left out. A class number is the index of the label in the sorted list of labels.
     """
     Texts(source, tokenizer, options.context, "truncate", options.batch, None, options.column)  # checks its arguments
     label = options.label
@@ -142,8 +144,8 @@ def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOpti
 
 
 def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split examples into training and held-out ones: every tenth, or of more than 640 every n-th, where n is the
-    number of examples / 64, rounded up. The training examples are shuffled, always in the same order.
+    """Split examples into training and held-out ones. Every n-th example is held out, where n is 10 or, with more than
+    640 examples, so large that about 64 are held out. The training examples are shuffled, always in the same order.
     """
     training, held_out = every_nth(examples, max(HELD_OUT, -(-len(examples) // MAX_HELD_OUT)))
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(0)).tolist()
@@ -151,7 +153,9 @@ def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _grouped(examples: Sequence[Any], batch: int) -> Iterator[Sequence[Any]]:
-    """Yield consecutive groups of exactly `batch` examples, or all of fewer; the last examples may be left out."""
+    """Yield consecutive groups of exactly `batch` examples; the last few examples may be left out. If there are fewer
+    than `batch`, yield one group of all.
+    """
     for start in range(0, max(1, len(examples) - batch + 1), batch):
         yield examples[start : start + batch]
 
@@ -196,8 +200,9 @@ def study_texts(
     progress: bool = False,
     force: bool = False,
 ) -> Study:
-    """Train small transformers with different heads on a text, at equal size and training length, and return a table
-    that compares their held-out losses. The table, a plot and the trained models are saved in `out`.
+    """Train small transformers with different heads on a text, all with about the same number of parameters and with
+    the same number of steps. Return a table that compares their held-out losses. The table, a plot and the trained
+    models are saved in `out`.
 
     Args:
         data: file or folder: text, JSON lines, CSV or Parquet.
@@ -258,7 +263,9 @@ def study_texts(
     models, has_old_models = writable_folder(out) / "models", force
 
     def save(model: nn.Module, setting: Setting, seed: int) -> None:
-        """Save a model to a folder such as `8x64-kv2-seed-1`; with `force`, first delete those of an earlier study."""
+        """Save a trained model to a folder named after its heads and seed, such as `8x64-kv2-seed-1`. With `force`,
+        models of an earlier study are deleted before the first one.
+        """
         nonlocal has_old_models
         if has_old_models:
             shutil.rmtree(models, ignore_errors=True)

@@ -29,8 +29,9 @@ UNTIMED_STEPS = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """Optimizer and learning-rate schedule of each training: AdamW (Loshchilov and Hutter 2019) with gradient clipping,
-    linear warmup and cosine decay. It also sets the range in which a study searches the peak learning rate.
+    """Optimizer and learning-rate schedule of each training in a study: AdamW (Loshchilov and Hutter 2019) with
+    gradient clipping, linear warmup and cosine decay. The recipe also states the range of peak learning rates to
+    search.
 
     Attributes:
         rates: smallest and largest peak learning rate among which a study searches.
@@ -89,7 +90,7 @@ DEFAULT_RECIPE = Recipe()
 
 
 class TrainingResult(NamedTuple):
-    """Result of a training.
+    """Mean loss at the end of a training, and the duration of each of its steps.
 
     Attributes:
         loss: mean training loss over the last tenth of the steps.
@@ -101,12 +102,14 @@ class TrainingResult(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """Median seconds of a step, without the first two, which are slower, if there are others."""
+        """Median seconds of a training step. The first two steps, which are slower, are ignored if there are others."""
         return statistics.median(self.seconds[UNTIMED_STEPS:] or self.seconds)
 
 
 def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Return the model that `build` creates with torch seeded by `seed`; the random state is then restored."""
+    """Return the model that `build` creates while torch's random numbers are seeded by `seed`. Afterwards, torch's
+    random state is restored.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build()
@@ -123,9 +126,9 @@ def train(
     recipe: Recipe = DEFAULT_RECIPE,
     after_step: Callable[[int], None] = lambda _step: None,
 ) -> TrainingResult:
-    """Train a model in place for `steps` optimizer steps of one batch each, in an order that depends on `seed` alone.
-    Return the mean loss over the last tenth of the steps and the duration of each step. A loss with a method
-    `reseeded`, such as a masked-token loss, is reseeded with the number of each step.
+    """Train a model in place for `steps` optimizer steps, with one batch per step in an order that depends on `seed`
+    alone. Return the mean loss over the last tenth of the steps and the duration of each step. If the loss has a method
+    `reseeded`, as a masked-token loss has, it is reseeded with the number of each step.
     """
     whole_number("steps", steps, least=1)
     optimizer, device, order = recipe.optimizer(model), device_of(model), batch_order(len(batches), seed)
@@ -164,7 +167,9 @@ def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
 
 
 def batch_order(number: int, seed: int) -> Iterator[int]:
-    """Yield indices from 0 to `number` - 1 without end: each pass is in a new random order drawn from the seed."""
+    """Yield indices from 0 to `number` - 1 without end. Each pass over all indices is in a new random order, drawn from
+    the seed.
+    """
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(number, generator=generator).tolist()
@@ -185,7 +190,7 @@ TrainedCallback = Callable[[nn.Module, Setting, int], None]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Data of a study, and its loss.
+    """Data of a study: training and held-out batches, and the loss of a model on them.
 
     Attributes:
         training: batches to train on.
@@ -202,7 +207,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class StudyDefinition:
-    """Everything that defines a study except its budget.
+    """Everything that defines a study except its budget: models, head settings, data, loss and training recipe.
 
     Attributes:
         build_model: returns an untrained model with the heads of a setting.
@@ -229,12 +234,16 @@ class StudyDefinition:
     def train(
         self, model: nn.Module, steps: int, rate: float, seed: int, after_step: Callable[[int], None]
     ) -> TrainingResult:
-        """Train a model on the study's batches, with its loss and recipe, as the function `train` does."""
+        """Train a model on the study's training batches, with the study's loss and training recipe (see the function
+        `train`).
+        """
         options: Any = {"steps": steps, "rate": rate, "seed": seed, "recipe": self.recipe, "after_step": after_step}
         return train(model, self.corpus.training, self.corpus.loss, **options)
 
     def fingerprint(self, budget: StudyBudget) -> dict[str, Any]:
-        """Return the plain JSON values, by name, that must be equal for a stored study to be resumed."""
+        """Return plain JSON values, by name, that identify a study, such as hashes of its data and models. A stored
+        study is resumed only if they are equal.
+        """
         batches = (*self.corpus.training, {"": None}, *self.corpus.held_out)
         models = [self.build(setting, self.seed).named_parameters() for setting in self.settings]
         shapes = ((name, tuple(parameter.shape)) for model in models for name, parameter in model)
@@ -257,9 +266,9 @@ class StudyDefinition:
     def run_trial(
         self, key: TrialKey, steps: int, after_step: Callable[[], None], trial: Any, rate: float
     ) -> tuple[float, dict[str, Any]]:
-        """Train the model of a trial, and return its held-out loss (infinite if training diverged) and further
-        measurements by name. A learning-rate trial is evaluated on some held-out batches at half and at three quarters
-        of its steps, and raises `optuna.TrialPruned` there if Optuna's pruner stops it, or if its loss is not finite.
+        """Train a model for one trial of a study. Return its held-out loss (infinite if training diverged) and further
+        measurements by name. A learning-rate trial is also evaluated at half and at three quarters of its steps. It
+        raises `optuna.TrialPruned` there if its loss is not finite or Optuna's pruner stops it.
         """
         start = time.perf_counter()
         seed = self.seed + (key.number if key.final else 0)

@@ -65,7 +65,8 @@ class OptunaOptions:
 
 @dataclass(frozen=True)
 class TrialKey:
-    """Identity of a trial, which is one training of a study.
+    """Identity of a trial. A trial is one training of a study: with a learning rate to be tried, or a final one to be
+    compared.
 
     Attributes:
         setting: heads of the trained model.
@@ -79,13 +80,15 @@ class TrialKey:
 
     @property
     def name(self) -> str:
-        """Name of the trial within its setting: `search NUMBER` for a learning rate, `seed NUMBER` for a final one."""
+        """Name of the trial within its head setting: `search NUMBER` for a learning-rate trial, `seed NUMBER` for a
+        final training.
+        """
         return f"{'seed' if self.final else 'search'} {self.number}"
 
 
 @dataclass(frozen=True)
 class FinishedTrial:
-    """Result of a trial that is complete or was stopped early.
+    """Result of a trial (one training of a study) that is complete or was stopped early.
 
     Attributes:
         key: identity of the trial.
@@ -104,9 +107,9 @@ class FinishedTrial:
 
 
 class TrialStore:
-    """Trials of one study in Optuna's database, which several processes share: those of a setting are in Optuna's study
-    `name/setting`. The store also has what all processes agree on: the plan, the number of learning rates of each
-    setting, once no more will be tried, and the working time of each process.
+    """Trials of a study (its trainings) in Optuna's database, which several processes share. Those of a head setting
+    are in Optuna's study `name/setting`. The store also has values on which all processes agree: the plan, the number
+    of learning-rate trials of each setting after the search, and the working time of each process.
     """
 
     def __init__(
@@ -139,7 +142,9 @@ class TrialStore:
     # -- agreements between processes ---------------------------------------------------------------------------------
 
     def agree_on_plan(self, make_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the plan in the database; if there is none, store that of `make_plan`, unless another was faster."""
+        """Return the study's plan that the database has. If it has none, store the plan that `make_plan` returns; if
+        another process stores one first, return that one.
+        """
         if not self._root.get_trials(deepcopy=False):
             trial = self._optuna.trial.create_trial(value=0.0, user_attrs={"plan": make_plan()})
             with quiet():
@@ -149,7 +154,9 @@ class TrialStore:
 
     @property
     def search_sizes(self) -> Mapping[str, int] | None:
-        """Number of learning-rate trials by setting name, once the search is closed for all; before, None."""
+        """Number of learning-rate trials by name of the head setting. It is None until the learning-rate search has
+        ended for all processes.
+        """
         sizes: Mapping[str, int] | None = self._root.user_attrs.get(SEARCH_SIZES)
         return sizes
 
@@ -170,7 +177,7 @@ class TrialStore:
         self._root.set_user_attr(self._session, [self._start, time.time(), "left"])
 
     def seconds_spent(self) -> float:
-        """Return the seconds, by the clocks of the processes, during which at least one worked on the study."""
+        """Return the seconds during which at least one process worked on the study, by the clocks of the processes."""
         total, covered_until = 0.0, -math.inf
         for start, end, *_ in sorted(self._sessions()):
             total += max(0.0, end - max(start, covered_until))
@@ -178,23 +185,29 @@ class TrialStore:
         return total
 
     def active_processes(self) -> int:
-        """Return the number of processes, at least 1, with a sign of life in the last 10 seconds and no stop."""
+        """Return the number of processes that work on the study, at least 1: those that wrote to the database in the
+        last 10 seconds and have not stopped.
+        """
         now = time.time()
         active = [session for session in self._sessions() if len(session) == 2 and now - session[1] < 2 * HEARTBEAT]
         return max(1, len(active))
 
     def _sessions(self) -> list[Any]:
-        """Return the working time of each process: `[start, last sign of life]`, and then "left" if it has stopped."""
+        """Return the working time of each process as a list of its start and its last write, followed by "left" if it
+        has stopped.
+        """
         return [value for name, value in self._root.user_attrs.items() if name.startswith(SESSION)]
 
     # -- trials -------------------------------------------------------------------------------------------------------
 
     def running(self) -> set[TrialKey]:
-        """Return the keys of the trials that any process is running now."""
+        """Return the keys of the trials (trainings) that any process is running now."""
         return {key for key, trial in self._living() if not trial.state.is_finished()}
 
     def finished(self) -> list[FinishedTrial]:
-        """Return the results of all trials that are complete or were stopped early, in the order of `_living`."""
+        """Return the results of all trials (trainings) that are complete or were stopped early, by head setting and
+        start.
+        """
         results = []
         for key, trial in self._living():
             if trial.state.is_finished():
@@ -205,13 +218,17 @@ class TrialStore:
         return results
 
     def best_rate(self, setting: Setting) -> float | None:
-        """Return the learning rate of a setting's complete search trial with the lowest finite loss, or None."""
+        """Return the learning rate with the lowest held-out loss among the complete learning-rate trials of a head
+        setting; None if no loss is finite.
+        """
         searched = [trial for trial in self.finished() if trial.key.setting == setting and not trial.key.final]
         complete = [trial for trial in searched if math.isfinite(trial.loss) and not trial.pruned]
         return min(complete, key=lambda trial: trial.loss).rate if complete else None
 
     def fail_stale_trials(self) -> None:
-        """Mark each running trial as failed whose process sends no heartbeats, so that it can be claimed again."""
+        """Mark running trials as failed if their process sends no heartbeats, so that another process can claim
+        them.
+        """
         with quiet():
             for study in self._studies.values():
                 self._optuna.storages.fail_stale_trials(study)
@@ -219,9 +236,9 @@ class TrialStore:
     def run_trial(
         self, key: TrialKey, objective: Callable[["optuna.Trial", float], tuple[float, dict[str, Any]]], seed: int
     ) -> None:
-        """Claim the trial `key` for this process, run `objective`, which trains a model at a learning rate and returns
-        its loss and further measurements by name, and store the result. The learning rate is the next one of the search
-        or, for a final training, the best one found. If another process claims the same trial, nothing is run.
+        """Claim a trial (one training) for this process, run `objective`, and store its result. `objective` trains a
+        model at a learning rate, and returns its loss and further measurements by name. The rate is the next one of the
+        search or, for a final training, the best one found. If another process claims the trial, nothing is run.
         """
         exceptions, samplers = self._optuna.exceptions, self._optuna.samplers
         if key.final:
@@ -238,7 +255,9 @@ class TrialStore:
         errors: list[BaseException] = []
 
         def claim_and_run(trial: "optuna.Trial") -> float:
-            """Run the trial and return its loss, or NaN if another process claims it: Optuna marks it as failed."""
+            """Run an Optuna trial and return its loss. If another process has claimed the same trial, return NaN, so
+            that Optuna marks this one as failed.
+            """
             trial.set_user_attr(KEY, key.name)
             while others := [
                 other for other_key, other in self._living() if other_key == key and other.number != trial.number
@@ -269,7 +288,9 @@ class TrialStore:
             raise errors[0]
 
     def _living(self) -> Iterator[tuple[TrialKey, Any]]:
-        """Yield key and Optuna trial of each trial that runs or ended without failing, by setting and start."""
+        """Yield the key and the Optuna trial of each trial that is running, complete or stopped early, by head setting
+        and start.
+        """
         states = self._optuna.trial.TrialState
         for setting, study in self._studies.items():
             for trial in study.get_trials(deepcopy=False, states=(states.RUNNING, states.COMPLETE, states.PRUNED)):
@@ -283,7 +304,7 @@ class TrialStore:
 
 def open_storage(url: str) -> Any:
     """Return the database at a URL as an Optuna storage in which running trials send heartbeats. Missing tables are
-    created, in up to 5 attempts, since other processes may be creating the same ones.
+    created. Opening is tried up to 5 times, since other processes may be creating the same tables.
     """
     optuna = require_optuna()
     from sqlalchemy.exc import ArgumentError, SQLAlchemyError
@@ -305,8 +326,8 @@ def open_storage(url: str) -> Any:
 
 
 def require_database_url(url: str) -> None:
-    """Raise an error, without the password in the URL, if a URL is not that of a database, or if the Python package
-    that connects to such databases (the driver) is not installed. No connection is made.
+    """Raise an error if a URL is not that of a database, or if the Python package that connects to such databases (the
+    driver) is not installed. The message does not contain the password of the URL. No connection is made.
     """
     require_optuna()
     from sqlalchemy.engine import make_url
@@ -325,7 +346,9 @@ def require_database_url(url: str) -> None:
 
 
 def _unusable(url: str, expected: str, error: BaseException) -> InputError:
-    """Return the error for an unusable database, with the first line of the reason and without the password."""
+    """Return the error for a database that cannot be used. It states the first line of the original error, without the
+    password of the URL.
+    """
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     got = f"{without_passwords(url)!r}: {without_passwords_of(url, reason)}"
     return InputError("storage", expected=expected, got=got)
@@ -338,7 +361,7 @@ def require_optuna() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager in which Optuna logs critical messages alone and does not warn of experimental features."""
+    """Context manager within which Optuna logs critical messages only, and does not warn of experimental features."""
     optuna = require_optuna()
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(logging.CRITICAL)

@@ -39,7 +39,8 @@ FOLDS = 4
 
 
 class ScoredHead(NamedTuple):
-    """Place of a head in a model, for which scores are computed.
+    """Location of one attention head in a model: numbers of its layer and head, and path of its attention module.
+    Scores of heads refer to it.
 
     Attributes:
         layer, head: zero-based numbers of the head.
@@ -56,12 +57,15 @@ class ScoredHead(NamedTuple):
 
 
 def scored_heads(model: nn.Module, batch: Any) -> tuple[ScoredHead, ...]:
-    """Return the heads of a model that attend on a batch, in the order of the model."""
+    """Return the heads that compute attention when a model runs on one batch, in the order of the model."""
     return _heads(survey(model, lambda: call_model(model, copied(batch))))
 
 
 def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, Any]]:
-    """Return the batches of a calibration set on the device of a model, without caches."""
+    """Return the batches of a calibration set on the device of a model, with arguments that disable its key/value
+    cache. Raise `InputError` if there are no batches, or if a batch of an encoder-decoder states padding of the source
+    alone.
+    """
     batches = [to_device(batch, device_of(model)) for batch in iterate_batches(calibration)]
     if not batches:
         raise InputError("calibration", expected="at least one batch", got="none")
@@ -75,8 +79,9 @@ def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, An
 
 
 def heads_of_batches(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
-    """Return the heads of a model that attend on some of the batches, in the order of the model. Sums over all tokens
-    but padding can be computed on these batches.
+    """Run a model on batches, and return the heads that attend on at least one batch, in the order of the model. Raise
+    `InputError` if the model treats tokens as padding that the batch's padding masks do not state, because sums over
+    tokens would include them.
     """
     needed = name_of_mask(model)
     for batch in batches:
@@ -94,7 +99,9 @@ def heads_of_batches(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tup
 
 
 def heads_of_each_batch(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
-    """Return the heads of a model that attend on each batch, in the order of the model."""
+    """Run a model on batches, and return its heads, in the order of the model. Raise `InputError` if an attention
+    module runs on some batches only.
+    """
     registry = _Survey(model)
     _run(model, batches, registry)
     for record in registry.records:
@@ -105,7 +112,7 @@ def heads_of_each_batch(model: nn.Module, batches: Sequence[dict[str, Any]]) -> 
 
 
 def _run(model: nn.Module, batches: Sequence[dict[str, Any]], registry: "_Survey") -> None:
-    """Run a model on batches, and record where it attends."""
+    """Run a model on batches. The interceptor `registry` records which attention modules run on each batch."""
     bar = progress_bar("calibration", len(batches), "batches")
     with intercepted(model, registry), torch.no_grad(), bar as progress:
         for batch in progress.track(batches, step=1):
@@ -117,12 +124,13 @@ def _run(model: nn.Module, batches: Sequence[dict[str, Any]], registry: "_Survey
 
 
 def _heads(registry: SiteRegistry) -> tuple[ScoredHead, ...]:
-    """Return the heads of all sites of a registry."""
+    """Return the heads of all attention modules that a registry has recorded."""
     return tuple(ScoredHead(**labels) for _, labels in registry.head_labels())
 
 
 class _Survey(SiteRegistry):
-    """Interceptor that records the sites where a model attends on each batch.
+    """Interceptor that records, for each batch, the sites that run. A site is an attention module, in self- or
+    cross-attention.
 
     Attributes:
         sites_of_batches: the sites, by batch.
@@ -135,29 +143,35 @@ class _Survey(SiteRegistry):
         self.problem: InputError | None = None
 
     def start(self, batch: dict[str, Any]) -> None:
-        """Begin with another batch."""
+        """Start the record of the next batch, before the model runs on it."""
         self.sites_of_batches.append(set())
 
     def observe(self, call: Call) -> None:
-        """Record the site of an attention call."""
+        """Record that an attention module runs on the present batch, and in which kind of attention (self- or
+        cross-attention).
+        """
         self.register(call)
         self.sites_of_batches[-1].add(call.site)
 
 
 class _PaddingSurvey(_Survey):
-    """Interceptor that also compares the padding of each attention call with that which the batch states."""
+    """Interceptor that records the attention modules that run on each batch, and checks padding. Tokens that an
+    attention mask hides as padding must be stated as padding by the masks of the batch.
+    """
 
     def start(self, batch: dict[str, Any]) -> None:
-        """Begin with another batch, whose sequences continue none of the others."""
+        """Start the record of the next batch. Its sequences do not continue those of the batch before."""
         super().start(batch)
         self._batch, self._contexts = batch, CallContexts()
 
     def on_model_call(self) -> None:
-        """Discard the data of the previous call of the model."""
+        """Discard the mask data that are cached from the previous forward pass of the model."""
         self._contexts.on_model_call()
 
     def observe(self, call: Call) -> None:
-        """Record the site of an attention call, and compare its padding with that which the batch states."""
+        """Record the attention module of an attention call. Store an error in `problem` if the call hides tokens as
+        padding that the padding masks of the batch do not state.
+        """
         super().observe(call)
         try:
             observed = self._contexts.read(call)
@@ -183,9 +197,9 @@ class _PaddingSurvey(_Survey):
 
 
 def folds_of(batches: Sequence[Mapping[str, Any]], documents: Sequence[int] | None = None) -> list[list[int]]:
-    """Return the fold of each sequence of each batch. Folds have similar numbers of tokens. All sequences of a document
-    are in the same fold, unless one document has more than half of the tokens. If the documents are None, consecutive
-    sequences, which may be parts of one document, are in the same fold.
+    """Return the fold number, for cross-validation, of each sequence of each batch. Folds have similar numbers of
+    tokens, and all sequences of a document are in the same fold. If `documents` is None, or one document has more than
+    half of the tokens, folds are runs of consecutive sequences instead.
     """
     numbers = [count_sequences_and_tokens(batch)[0] for batch in batches]
     lengths = [length for batch in batches for length in _lengths(batch)]
@@ -213,7 +227,7 @@ def folds_of(batches: Sequence[Mapping[str, Any]], documents: Sequence[int] | No
 
 
 def _lengths(batch: Mapping[str, Any]) -> list[int]:
-    """Return the number of tokens of each sequence of a batch, at least 1."""
+    """Return the number of tokens that are not padding in each sequence of a batch, at least 1."""
     sequences, tokens = count_sequences_and_tokens(batch)
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:

@@ -46,8 +46,9 @@ TokenWeights = list[list[Tensor]]
 def token_weights(
     model: nn.Module, paths: Collection[str], batches: Sequence[dict[str, Any]]
 ) -> dict[str, TokenWeights | None]:
-    """Return the weights of tokens for the output projections at some paths, by path; None for weights of 1, if the
-    model's output does not depend on the projection.
+    """Return a weight for each token, by the path of an attention module's output projection. It is the mean squared
+    derivative of the model's output with respect to the projection's output at the token. The value None stands for
+    weights of 1: the derivatives are missing, not finite, or all 0.
 
     Warns:
         UserWarning: the model's output has no derivatives, so that all tokens have the weight 1.
@@ -74,7 +75,9 @@ def token_weights(
 
 
 def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tensor) -> Tensor | None:
-    """Return the weights of the tokens of one recorded sequence of a batch; None for weights of 1."""
+    """Return the token weights of one sequence of a batch, whose recorded vectors are `x`. Return None, for weights of
+    1, if `weights` is None.
+    """
     if weights is None:
         return None
     own = weights[batch]
@@ -85,7 +88,9 @@ def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tenso
 
 
 def _backward(output: Any, batch: Mapping[str, Any]) -> str:
-    """Compute the derivatives of a random direction of a model's output, and return why it has none; otherwise ""."""
+    """Run the backward pass of a model's output, with a random direction as its gradient. Return "", or the reason as a
+    text if the output has no derivatives.
+    """
     logits, hidden = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
     tensors = [tensor for tensor in floating_tensors([logits, hidden, output]) if tensor.requires_grad]
     if not tensors:
@@ -103,8 +108,9 @@ def _backward(output: Any, batch: Mapping[str, Any]) -> str:
 
 
 def _direction(output: Float[Tensor, "..."], *, is_logits: bool) -> Float[Tensor, "..."]:
-    """Return a direction of random signs. For the logits of a distribution p, it is multiplied by the matrix
-    `B = diag(sqrt p) - p sqrt(p)^T`, so that `B B^T = diag(p) - p p^T` is the Fisher matrix of the logits.
+    """Return a tensor of random signs in the shape of an output, as the gradient for a backward pass. For the logits of
+    a distribution p, the signs are multiplied by `B = diag(sqrt p) - p sqrt(p)^T`. The product `B B^T` is the Fisher
+    matrix of the logits, `diag(p) - p p^T`.
     """
     signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     direction = signs.to(output).mul_(2).sub_(1)
@@ -137,8 +143,8 @@ class WeightGradients:
         right: Float[Tensor, "block width"],
         centre: Float[Tensor, " width"],
     ) -> Float[Tensor, " chosen"]:
-        """Return the change of the loss of each chosen sequence, to first order, if the weight changes by
-        `left @ right`, and the bias such that outputs of the input `centre` stay the same.
+        """Return the first-order change of the loss of each chosen sequence if `left @ right` is added to the weight of
+        the projection. The bias changes such that the input `centre` keeps its output.
         """
         left, right, centre = (each.to(self.weight) for each in (left, right, centre))
         weight = torch.einsum("sow,ob,bw->s", self.weight[chosen], left, right)
@@ -146,7 +152,9 @@ class WeightGradients:
 
 
 def require_slope(loss: Any) -> None:
-    """Raise `InputError` if it is not a loss, or a distance from the unchanged model, where its derivatives are 0."""
+    """Raise `InputError` if `loss` is not a loss function. Also raise it for a distance from the unchanged model, whose
+    derivatives in that model are 0.
+    """
     require_loss(loss)
     if hasattr(loss, "prepare"):
         expected = "a loss whose derivatives in the unchanged model are not 0, such as hw.next_token_loss"
@@ -156,8 +164,8 @@ def require_slope(loss: Any) -> None:
 def weight_gradients(
     model: nn.Module, paths: Collection[str], batches: Sequence[dict[str, Any]], loss: Loss
 ) -> dict[str, WeightGradients]:
-    """Return the derivatives of the loss of each sequence with respect to the output projections at some paths, by
-    path.
+    """Return the derivatives of the loss of each sequence with respect to weight and bias of output projections, by the
+    path of the projection.
     """
     with progress_bar("gradients", len(batches), "batches") as bar:
         parts = [_of_batch(model, paths, batch, loss) for batch in bar.track(batches, step=1)]
@@ -172,7 +180,9 @@ def weight_gradients(
 def _of_batch(
     model: nn.Module, paths: Collection[str], batch: dict[str, Any], loss: Loss
 ) -> dict[str, WeightGradients]:
-    """Return the derivatives of the loss of each sequence of one batch."""
+    """Return the derivatives of the loss of each sequence of one batch with respect to weight and bias of output
+    projections, by the path of the projection.
+    """
     sums: dict[str, WeightGradients] = {}
     sequences = count_sequences_and_tokens(batch)[0]
 

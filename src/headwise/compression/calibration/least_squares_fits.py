@@ -33,7 +33,7 @@ ROUNDING = 1e-12
 
 
 class Fit(NamedTuple):
-    """Output projection that is fitted to targets.
+    """Weight and bias of an output projection, fitted by least squares to targets: the outputs that it should have.
 
     Attributes:
         weight: weight of the columns that remain.
@@ -48,7 +48,8 @@ class Fit(NamedTuple):
 
 @dataclass
 class OutputMoments:
-    """Weighted sums over tokens of x, y and their products, in float64.
+    """Weighted sums over tokens, in float64, of the inputs x of an output projection, of the target outputs y, and of
+    their products. A least-squares fit needs no other data.
 
     Attributes:
         tokens: number of tokens.
@@ -74,7 +75,9 @@ class OutputMoments:
         y: Float[Tensor, "tokens out"],
         weights: Float[Tensor, " tokens"] | None = None,
     ) -> "OutputMoments":
-        """Return the sums over some tokens. Each token has the weight 1 by default."""
+        """Return the sums over tokens with inputs `x` and target outputs `y`. Each token has the weight 1 by
+        default.
+        """
         x, y = x.double(), y.double()
         weights = x.new_ones(len(x)) if weights is None else weights.double()
         weighted = weights[:, None] * x
@@ -87,7 +90,9 @@ class OutputMoments:
         return OutputMoments(*sums)
 
     def about_mean(self) -> "OutputMoments":
-        """Return the moments about the means of x and y, for a projection with a bias."""
+        """Return moments whose products xx, yx and yy are those of x and y minus their means, as the fit of a
+        projection with a bias needs.
+        """
         x, y = self.x / self.mass, self.y / self.mass
         xx = self.xx - self.mass * torch.outer(x, x)
         yx = self.yx - self.mass * torch.outer(y, x)
@@ -97,7 +102,9 @@ class OutputMoments:
         return OutputMoments(self.tokens, self.mass, self.x, self.y, xx, yx, yy if yy > ROUNDING * self.yy else 0.0)
 
     def damped(self, damping: float) -> Float[Tensor, "width width"]:
-        """Return the mean of x x^T, with a part of its mean diagonal added to the diagonal; the identity if x is 0."""
+        """Return the mean of `x x^T` with a ridge term: the mean of its diagonal, times `damping`, is added to the
+        diagonal. Return the identity if x is 0 everywhere.
+        """
         mean = self.xx / self.mass
         added = damping * mean.diagonal().mean() if bool(mean.any()) else 1.0
         return mean + added * torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
@@ -105,8 +112,9 @@ class OutputMoments:
     def fits(
         self, weight: Float[Tensor, "out width"], kept: Int[Tensor, " kept"], has_bias: bool, dampings: Sequence[float]
     ) -> Iterator["Fit"]:
-        """Yield the fit of the targets by an output projection whose input columns `kept` remain, for each damping. The
-        damping draws the weight to the dense one, so that columns without data keep theirs.
+        """Yield, for each damping, the output projection on the input columns `kept` that fits the targets best. The
+        damping (a ridge term) draws the fitted weight towards the original `weight`. Columns without data therefore
+        keep their weights.
         """
         centred = self.about_mean() if has_bias else self
         dense = weight.double()[:, kept]
@@ -120,7 +128,9 @@ class OutputMoments:
     def error(
         self, weight: Float[Tensor, "out kept"], bias: Float[Tensor, " out"], kept: Int[Tensor, " kept"]
     ) -> float:
-        """Return the sum over tokens of `|y - W x - b|^2`, for some columns of x."""
+        """Return the sum over tokens of the squared error `|y - W x - b|^2` of a projection with weight W and bias b.
+        Its input x consists of the columns `kept`.
+        """
         x, xx = self.x[kept], self.xx[kept][:, kept]
         about_bias = self.yy - 2 * bias @ self.y + self.mass * bias @ bias
         of_weight = (weight @ xx - 2 * (self.yx[:, kept] - torch.outer(bias, x))) * weight
@@ -128,7 +138,7 @@ class OutputMoments:
 
 
 class WeightChange(NamedTuple):
-    """Change of an output projection if a block of columns is removed.
+    """Change of an output projection when a block of its input columns is removed.
 
     Attributes:
         left: first factor of the change of the weight, which is `-left @ right`.
@@ -141,8 +151,8 @@ class WeightChange(NamedTuple):
     centre: Float[Tensor, " width"]
 
     def added_error(self, residual: Float[Tensor, "out width"], moments: OutputMoments) -> float:
-        """Return by how much the sum over tokens of the squared error rises. The sum over tokens of `r (x - centre)^T`
-        is `residual`, where r is the error before the change.
+        """Return by how much this change increases the squared error, summed over tokens. With the error r before the
+        change, `residual` is the sum over tokens of `r (x - centre)^T`.
         """
         mapped, centre, x = self.right @ moments.xx, self.right @ self.centre, self.right @ moments.x
         outer = torch.outer(centre, x)
@@ -152,7 +162,8 @@ class WeightChange(NamedTuple):
 
 
 class BlockRemoval(NamedTuple):
-    """Removal of a block of columns of an output projection.
+    """Effect of the removal of a block of input columns on an output projection: the added error, and the change of its
+    weight and bias.
 
     Attributes:
         error: the mean squared error of the targets that it adds, in units of the mean of `|y|^2`.
@@ -166,7 +177,9 @@ class BlockRemoval(NamedTuple):
 def _changes(
     fit: Fit, blocks: Sequence[Int[Tensor, " block"]], kept: Int[Tensor, " kept"], centre: Float[Tensor, " width"]
 ) -> Iterator[WeightChange]:
-    """Yield the change of a fitted projection by each block if the other columns are fitted again to the same data."""
+    """Yield, for each block of input columns, how a fitted projection changes if the block is removed. The remaining
+    columns are then fitted again to the same data.
+    """
     place = torch.full((len(centre),), -1)
     place[kept] = torch.arange(len(kept))
     for block in blocks:
@@ -178,7 +191,8 @@ def _changes(
 
 
 class FoldedMoments:
-    """Moments of an output projection in each fold, by which it is fitted again without some of its input columns.
+    """Sums over tokens of the inputs and targets of one output projection, kept apart by cross-validation fold. From
+    them, the projection is fitted again without some of its input columns.
 
     Attributes:
         folds: moments by fold.
@@ -189,12 +203,14 @@ class FoldedMoments:
         self._path, self._weight, self._has_bias = path, weight, has_bias
 
     def add(self, fold: int, moments: OutputMoments) -> None:
-        """Add moments to those of a fold."""
+        """Add the sums over more tokens to those of a fold. Sums without weight, such as those of padding, are
+        ignored.
+        """
         if moments.mass:
             self.folds[fold] = self.folds[fold] + moments if fold in self.folds else moments
 
     def checked(self) -> "FoldedMoments":
-        """Return these moments."""
+        """Return this object. Raise `InputError` if its sums are not finite, or do not come from at least two folds."""
         expected = f"texts for which inputs and outputs of {self._path} are finite numbers"
         if not self.folds:
             raise InputError("calibration", expected=expected, got="padding alone")
@@ -207,18 +223,19 @@ class FoldedMoments:
 
     @property
     def total(self) -> OutputMoments:
-        """Moments of all folds."""
+        """Sums over the tokens of all folds."""
         return reduce(add, self.folds.values())
 
     def without(self, fold: int) -> OutputMoments:
-        """Return the moments of all folds but one."""
+        """Return the sums over the tokens of all folds except `fold`."""
         return reduce(add, (moments for number, moments in self.folds.items() if number != fold))
 
     def fit(
         self, kept: Int[Tensor, " kept"], left_out: int | None = None
     ) -> tuple[Float[Tensor, "out kept"], Float[Tensor, " out"]]:
-        """Return the weight and bias of the projection whose input columns `kept` remain, fitted to the targets by
-        least squares. Only the choice of the damping uses the fold `left_out`, if one is named.
+        """Return the weight and bias, fitted by least squares to the targets, of a projection with the input columns
+        `kept` alone. The ridge damping is chosen by cross-validation over all folds. The final fit does not use the
+        fold `left_out`, if one is stated.
         """
         errors = torch.zeros(len(DAMPINGS), dtype=torch.float64)
         for fold, own in self.folds.items():
@@ -231,11 +248,11 @@ class FoldedMoments:
     def fitted_removals(
         self, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"]
     ) -> list[BlockRemoval]:
-        """Return for each block of columns what happens if it is removed in addition to the columns `removed`, and the
-        other columns are fitted again to the targets by least squares. Errors are those on folds left out of the fit.
-        The damping is the one with which their sum over all blocks, after the removal, is least. With the fitted weight
-        W and the damped `C = E[x x^T]` of the remaining columns, the change of the weight is
-        `-W_h [(C^-1)_hh]^-1 (C^-1)_h`.
+        """Return the effect of the removal of each block of input columns, in addition to the columns `removed`, after
+        the others are fitted again to the targets. Errors are measured on the fold left out of each fit. One ridge
+        damping is chosen for all blocks, with the least sum of errors. The weight W changes by
+        `-W_h [(C^-1)_hh]^-1 (C^-1)_h` for the block h, where C is the damped `E[x x^T]` of the columns before the
+        removal.
 
         Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
         """
@@ -264,8 +281,8 @@ class FoldedMoments:
     def unfitted_removals(
         self, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"]
     ) -> list[BlockRemoval]:
-        """Return for each block of columns what happens if it is removed in addition to the columns `removed`, and
-        nothing is fitted.
+        """Return, for each block of input columns, the effect of its removal in addition to the columns `removed`. The
+        remaining columns keep their weights.
         """
         weight, total = self._weight.double(), self.total
         residual = weight[:, removed] @ total.xx[removed]
@@ -279,8 +296,8 @@ class FoldedMoments:
         return [BlockRemoval(error, dict.fromkeys(self.folds, change)) for error, change in removals]
 
     def _relative(self, errors: Sequence[float]) -> list[float]:
-        """Return errors in units of the sum of squares of the targets, about their mean if there is a bias; 0 if the
-        inputs or the targets do not vary.
+        """Return errors divided by the sum of squares of the targets, taken about their mean if the projection has a
+        bias. Return 0 for each if the inputs are all 0 or the targets do not vary.
         """
         total = self.total.about_mean() if self._has_bias else self.total
         varies = total.yy > 0 and bool(total.xx.any())

@@ -41,9 +41,10 @@ def reconstruct(
     batches: Sequence[dict[str, Any]],
     documents: Sequence[int] | None,
 ) -> None:
-    """Fit the output projections of the attention modules in `kept` in a changed copy of a model, in place, to the
-    outputs of the model. The copy has the shapes of the model. It computes what it will without the heads that do not
-    remain, whose columns become 0. Both models are in evaluation mode.
+    """Fit the output projections of the modules in `kept`, in `changed`, a copy of `model`, by least squares, in place.
+    The targets are the outputs of the same projections in `model`. The copy has the model's shapes, but the input
+    columns of the removed heads become 0, so that it computes as without these heads. Both models are in evaluation
+    mode.
     """
     modules = {path: head_module(model, path) for path in kept}
     check_parameters(changed, list(modules.values()))
@@ -78,8 +79,8 @@ def reconstruct(
 def _in_order_of_runs(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return paths of attention modules in the order in which the model runs them, on the batch on which most of them
-    run.
+    """Return the paths of attention modules in the order in which the model runs them. The batch on which most modules
+    run decides the order; modules that run on other batches alone come last.
     """
     orders: list[list[str]] = []
     paths_of: dict[str, list[str]] = {}
@@ -103,20 +104,22 @@ def _in_order_of_runs(
 
 
 def output_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out width"]:
-    """Return the weight of a module's output projection, as of `nn.Linear`. It shares the memory of the parameter."""
+    """Return the weight of a module's output projection in the layout of `nn.Linear`, `(out, in)`. It is a view of the
+    parameter, which shares its memory.
+    """
     (axis,) = [each for each in module.blocks if each.parameter == f"{module.output}.weight"]
     weight = model.get_parameter(axis.parameter).detach()
     return weight.mT if axis.axis == 0 else weight
 
 
 def moments_of(model: nn.Module, module: HeadModule) -> FoldedMoments:
-    """Return empty moments of the output projection of an attention module."""
+    """Return a new `FoldedMoments` for the output projection of an attention module: no tokens are summed yet."""
     has_bias = getattr(model.get_submodule(module.output), "bias", None) is not None
     return FoldedMoments(module.output, output_weight(model, module), has_bias)
 
 
 def columns_of_heads(module: HeadModule, heads: Sequence[int]) -> Int[Tensor, " columns"]:
-    """Return the input columns of a module's output projection that belong to heads, in ascending order."""
+    """Return the input columns of a module's output projection that read the outputs of `heads`, in ascending order."""
     starts = torch.tensor(sorted(heads), dtype=torch.int64)[:, None] * module.value_dim
     return (starts + torch.arange(module.value_dim)).flatten()
 
@@ -124,8 +127,8 @@ def columns_of_heads(module: HeadModule, heads: Sequence[int]) -> Int[Tensor, " 
 def fit_projection(
     model: nn.Module, module: HeadModule, kept: Sequence[int], moments: FoldedMoments, left_out: int | None = None
 ) -> None:
-    """Fit the output projection of an attention module to targets, in place; columns of heads that do not remain become
-    0. The fold `left_out` is left out of the fit, if given.
+    """Fit the output projection of an attention module, in place, to the targets in `moments`. The columns of heads
+    that are not in `kept` become 0. The fit does not use the fold `left_out`, if one is stated.
     """
     weight, bias = output_weight(model, module), getattr(model.get_submodule(module.output), "bias", None)
     columns = columns_of_heads(module, kept)
@@ -137,7 +140,7 @@ def fit_projection(
 
 
 class _EndOfRunError(Exception):
-    """Raised inside of a model to end a run after the last layer that is needed."""
+    """Exception raised inside of a model's forward pass, to stop it after the last layer that is needed."""
 
 
 _DID_NOT_RUN = object()
@@ -145,9 +148,9 @@ _DID_NOT_RUN = object()
 
 
 def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[str]) -> str:
-    """Return the path of the layer that contains the attention module at `path`: its outermost ancestor in a list of
-    modules of which several contain attention modules, whose paths are `sites`. Without such a list, return the path
-    itself.
+    """Return the path of the transformer layer that contains the attention module at `path`. It is the outermost item
+    of a `ModuleList` or `Sequential` in which several items contain attention modules (the paths in `sites`). Without
+    such a list, return `path`.
     """
     parts = path.split(".")
     for stop in range(1, len(parts) + 1):
@@ -160,8 +163,9 @@ def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[s
 
 
 class LayerRuns:
-    """Runs of a model, in evaluation mode, on the batches of a data set, layer by layer. The paths of the layers are in
-    the order in which the model runs them.
+    """Runs of a model on the batches of a data set, one layer after the other: a run up to a layer reuses the stored
+    outputs of earlier layers. The model is in evaluation mode, and `layers` lists the paths in the order in which it
+    runs them.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> None:
@@ -173,8 +177,9 @@ class LayerRuns:
         self._reuses = all(map(self._is_chain_on, sorted({tokens.index(min(tokens)), tokens.index(max(tokens))})))
 
     def run(self, layer: str, projection: str | None = None, *, store: bool) -> list[list[SequenceVectors]]:
-        """Run the model up to a layer on each batch, and return the inputs of an output projection in the layer on
-        each; nothing without a projection. With `store`, the output of the layer is stored for runs up to later layers.
+        """Run the model up to the end of a layer on each batch. Return the recorded inputs of the output projection at
+        `projection` for each batch; without a projection, an empty list. With `store`, keep the layer's output, from
+        which runs up to later layers start.
         """
         recorded: list[list[SequenceVectors]] = []
         for index, (batch, outputs) in enumerate(zip(self._batches, self._outputs, strict=True)):
@@ -187,9 +192,9 @@ class LayerRuns:
 
     @torch.no_grad()
     def _run(self, layer: str, index: int) -> Any:
-        """Run the model on one batch until a layer ends, and return its output; `_DID_NOT_RUN` if the layer did not.
-        The layers before it return the stored output of the latest layer in their list. If layers do not form a chain,
-        run all of the model, since it may run the layer again.
+        """Run the model on one batch until `layer` ends, and return the layer's output, or `_DID_NOT_RUN`. Earlier
+        layers return stored outputs instead of being computed. In a model where this changes outputs, all layers are
+        computed.
         """
         before = self._layers[: self._layers.index(layer)] if self._reuses else []
         module, outputs = self._modules[layer], []
@@ -211,8 +216,8 @@ class LayerRuns:
 
     @torch.no_grad()
     def _is_chain_on(self, index: int) -> bool:
-        """Return True if each layer runs once on a batch, and runs with stored outputs return the same as a complete
-        run.
+        """Return True if, on one batch, each layer runs once, and a run that starts from stored outputs returns the
+        same layer outputs as a complete run.
         """
         expected: dict[str, list[Any]] = {path: [] for path in self._layers}
         layers = {path: self._modules[path] for path in self._layers}

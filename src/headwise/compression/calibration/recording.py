@@ -16,8 +16,8 @@ from headwise.shapes import Bool, Float
 
 
 def with_slopes(output: Tensor, on_slopes: Callable[[Tensor], None]) -> Tensor:
-    """Return an output of a module that requires a gradient, and pass the derivatives with respect to it to a function
-    in the backward pass.
+    """Register the function `on_slopes`, which the backward pass calls with the gradient of a module's output. Return
+    this output; if it requires no gradient, return a detached tensor that does.
     """
     output = output if output.requires_grad else output.detach().requires_grad_()
     output.register_hook(on_slopes)  # type: ignore[no-untyped-call]
@@ -34,8 +34,9 @@ batch. If the sequences of a projection's input are unknown, there is one entry 
 def projection_inputs(
     model: nn.Module, paths: Collection[str], batch: Mapping[str, Any]
 ) -> Iterator[dict[str, list[SequenceVectors]]]:
-    """Record the inputs of the output projections at some paths while the context is open, by path: those of each call,
-    by sequence. The padding masks of the batch state which tokens count.
+    """Record the inputs of the output projections at some paths while the context is open. Yield a dictionary from each
+    path to one entry per sequence and call of the projection. Tokens that the batch's masks state as padding are left
+    out.
     """
     recorded: dict[str, list[SequenceVectors]] = {path: [] for path in paths}
 
@@ -50,9 +51,9 @@ def projection_inputs(
 def projection_slopes(
     model: nn.Module, paths: Collection[str], batch: Mapping[str, Any]
 ) -> Iterator[dict[str, list[list[SequenceVectors]]]]:
-    """Record derivatives with respect to the outputs of projections, of calls of the model and backward passes while
-    the context is open: for each path those of each call, by sequence. A call of which no derivative is computed has an
-    empty list.
+    """Record the gradients of the outputs of the projections at some paths, in backward passes while the context is
+    open. Yield a dictionary from each path to a list per call of the projection, with one entry per sequence. The list
+    is empty if the call gets no gradient.
     """
     recorded: dict[str, list[list[SequenceVectors]]] = {path: [] for path in paths}
 
@@ -76,8 +77,8 @@ def _projection_calls(
     batch: Mapping[str, Any],
     on_call: Callable[[str, _Division, Tensor, Tensor], Tensor | None],
 ) -> Iterator[None]:
-    """Pass each call of an output projection to a function while the context is open: its path, the division of its
-    tokens into sequences, its input and its output, which the function may replace.
+    """Call `on_call` after each forward pass of an output projection while the context is open. Its arguments are the
+    path, a function that divides token vectors by sequence, the input, and the output, which it may replace.
     """
     lengths: dict[str, Tensor] = {}
     sequences = count_sequences_and_tokens(batch)[0]
@@ -120,8 +121,9 @@ def _projection_calls(
 
 
 def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
-    """Return the padding mask of a batch that fits the tokens of `inputs`, True for tokens that count; None if none
-    does.
+    """Return the batch's padding mask in the shape of the tokens of `inputs`, True for tokens that are not padding.
+    Return None if no mask has this shape. Raise `InputError` if a mask with padding cannot be assigned to the
+    tokens.
     """
     for name, value in batch.items():
         if name.endswith("key_padding_mask") and isinstance(value, Tensor) and bool(value.any()):
@@ -135,7 +137,9 @@ def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batc
 
 
 def stated_padding(shape: Sequence[int], batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
-    """Return the padding mask of a batch that has this shape, True for tokens that count; None if none has."""
+    """Return the batch's padding mask of the shape `shape`, True for tokens that are not padding. Return None if no
+    mask has this shape, and raise `InputError` if several different ones have it.
+    """
     masks = {name: mask for name, mask in padding_masks(batch).items() if mask.shape == tuple(shape)}
     if not masks:
         return None
@@ -148,7 +152,9 @@ def stated_padding(shape: Sequence[int], batch: Mapping[str, Any]) -> Bool[Tenso
 
 
 def padding_masks(batch: Mapping[str, Any]) -> dict[str, Bool[Tensor, "batch tokens"]]:
-    """Return the padding masks of a batch by name, True for tokens that count."""
+    """Return the padding masks among a batch's arguments, by argument name, as booleans: True for tokens that are not
+    padding.
+    """
     return {
         name: value.bool()
         for name, value in batch.items()

@@ -50,9 +50,9 @@ def remove_heads_checked(
     may_record: bool = True,
     claim: str = REMOVED,
 ) -> None:
-    """Remove all other heads than those in `kept` from a model, in place, as `remove_heads` does. Verify that the model
-    returns the same as with the outputs of these heads set to zero, on as many batches as are needed for each module to
-    run once. The error states the `claim`.
+    """Remove all heads except those in `kept` from a model, in place, as `remove_heads` does. Check on batches that the
+    model returns the same as before the removal with the outputs of the removed heads set to 0. If it does not, raise
+    an `InputError` whose message contains `claim`.
     """
     modules = {path: head_module(model, path) for path in kept}
 
@@ -80,9 +80,9 @@ def remove_heads_checked(
 def outputs_of(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> tuple[Outputs, list[dict[str, Any]]]:
-    """Return samples of the outputs of attention modules and of a model, and the batches that were needed for each
-    module to run once, those with the longest sequences first. The model is run in evaluation mode, with the same
-    random numbers each time.
+    """Run a model in evaluation mode until each of some attention modules has run once, on the batches with the longest
+    sequences first. Return samples of the outputs of these modules and of the model, and the batches used. The random
+    seed is the same for each batch.
     """
     outputs: Outputs = {}
     used: list[dict[str, Any]] = []
@@ -114,7 +114,8 @@ def outputs_of(
 
 
 def require_same(model: nn.Module, expected: Outputs, found: Outputs, claim: str) -> None:
-    """Raise `InputError` if outputs differ by more than rounding, with the first module whose output does.
+    """Raise `InputError` if outputs of a changed model differ from the expected ones by more than rounding. The error
+    names the first module that differs.
 
     Two outputs agree if the relative difference of nine tenths of the tokens is at most the square root of the rounding
     error of the model's dtype; of three quarters in 16 bits. Not of all, because rounding may send tokens to another
@@ -137,9 +138,9 @@ def require_same(model: nn.Module, expected: Outputs, found: Outputs, claim: str
 
 
 def _difference(one: Float[Tensor, "vectors width"], other: Float[Tensor, "vectors width"], share: float) -> float:
-    """Return the norm of the difference, divided by the norm, that a share of the vectors does not exceed. Infinite
-    numbers that are equal in both, such as the logits of unused tokens, do not count, nor do vectors of `one` with NaN;
-    0 if there are no others.
+    """Return a quantile of the relative differences `|one - other| / |one|` of corresponding vectors: the value that a
+    part `share` of them does not exceed. Equal infinite numbers and vectors of `one` with NaN are ignored. Return 0 if
+    no vectors remain.
     """
     counts = ~one.isnan().any(1)
     is_equal = one.isinf() & (one == other)
@@ -150,8 +151,9 @@ def _difference(one: Float[Tensor, "vectors width"], other: Float[Tensor, "vecto
 
 
 def _samples(output: Any, batch: dict[str, Any]) -> list[Sample]:
-    """Return samples of the tensors of numbers in an output: of each named one except attention weights and caches,
-    which may be in another order of heads, or of the first one in a tuple. Padding of the batch is left out.
+    """Return random sample vectors from each floating-point tensor of a model's or module's output, without padding. Of
+    outputs with names, attention weights and caches are left out, since their heads may be in another order. Of a
+    tuple, the first tensor alone is sampled.
     """
     if isinstance(output, Mapping):
         leaves = [value for name, value in output.items() if not name.endswith(("attentions", "past_key_values"))]

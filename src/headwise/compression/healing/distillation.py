@@ -19,7 +19,8 @@ from headwise.shapes import Bool, Float
 def distillation_loss(
     student: Any, teacher: Any, model: nn.Module, batch: Mapping[str, Any], temperature: float = 1.0
 ) -> Float[Tensor, ""]:
-    """Return the distance of a student's output from the teacher's on the same batch, as a mean over tokens.
+    """Return the distance between the outputs of a student and of its teacher on the same batch, averaged over tokens
+    that are not padding. For logits, it is a Kullback-Leibler divergence; otherwise, a relative squared error.
 
     Logits `(batch, tokens, vocabulary)`: the Kullback-Leibler divergence of the student's distribution from the
     teacher's, in nats, times `temperature` squared. Other logits, embeddings and plain tensors: the summed squared
@@ -44,7 +45,9 @@ def distillation_loss(
 
 
 def _compared(output: Any) -> tuple[str, Float[Tensor, "batch *others"]]:
-    """Return the part of a model's output that is compared, with its name: "logits", "embeddings" or "tensor"."""
+    """Return the part of a model's output that distillation compares, and its name: "logits", "embeddings" (the last
+    hidden state), or "tensor" (the output itself).
+    """
     for name, part in (
         ("logits", getattr(output, "logits", None)),
         ("embeddings", getattr(output, "last_hidden_state", None)),
@@ -59,7 +62,9 @@ def _compared(output: Any) -> tuple[str, Float[Tensor, "batch *others"]]:
 def counted_tokens(
     model: Any, batch: Mapping[str, Any], output: Float[Tensor, "batch tokens width"]
 ) -> Bool[Tensor, "batch tokens"] | None:
-    """Return a mask that is True at the tokens of an output which are not padding; None if no token is padding."""
+    """Return a mask `(batch, tokens)` for a model's output that is True where a token is not padding. Return None if no
+    token is padding. Raise `InputError` if the batch has padding, but no mask of this shape.
+    """
     is_pair = is_encoder_decoder(model)
     mask = batch.get("decoder_attention_mask" if is_pair else "attention_mask")
     labels = batch.get("labels")
@@ -81,5 +86,5 @@ def counted_tokens(
 
 
 def _at_least_float32(output: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return an output in float32, or in float64 if it is in float64."""
+    """Return an output converted to float32; an output in float64 stays in float64."""
     return output.to(torch.promote_types(output.dtype, torch.float32))

@@ -54,7 +54,7 @@ CHECKPOINT, FINISHED = "unfinished-heal.pt", "healed.pt"
 
 @dataclass(frozen=True)
 class HealingOptions:
-    """Options of `heal`, checked."""
+    """Options of `heal`, the training of a compressed model by the dense one. Invalid values raise `InputError`."""
 
     steps: int
     lr: float = 1e-4
@@ -70,7 +70,9 @@ class HealingOptions:
         whole_number("seed", self.seed, least=0, most=LARGEST_SEED)
 
     def rate_factor(self, step: int) -> float:
-        """Return the learning rate of a step as a share of the peak: linear warmup, then half a cosine."""
+        """Return the learning rate of a step as a share of the peak rate. It rises linearly during warmup, and then
+        falls along half a cosine.
+        """
         warmup = max(1, round(WARMUP * self.steps))
         if step < warmup:
             return (step + 1) / warmup
@@ -93,8 +95,8 @@ def heal(
     force: bool = False,
     progress: bool = False,
 ) -> nn.Module:
-    """Train a pruned or merged model, in place, to return what the dense model returns, and return it in evaluation
-    mode. The dense model is unchanged.
+    """Train a pruned or merged model, in place, to reproduce the outputs of the dense model `teacher`. Return the
+    trained model in evaluation mode. The teacher is unchanged.
 
     The loss is that of `distillation_loss`: the Kullback-Leibler divergence of distributions over the vocabulary
     (Hinton et al. 2015, section 2), or the relative squared error of other outputs. AdamW minimizes it, with the mixed
@@ -149,8 +151,8 @@ def heal(
 def _settings(
     model: nn.Module, teacher: nn.Module, data: Any, options: HealingOptions, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return everything that the trained weights depend on, JSON-compatible: the options, hashes of the weights of both
-    models and of the names of the trained ones, the other settings of both models, and the settings `more`.
+    """Return JSON-compatible values of everything that the trained weights depend on: the options, hashes of both
+    models' weights, the names of the trained weights as a hash, other settings of both models, and `more`.
     """
     numbers = asdict(options) | {"lr": float(options.lr), "temperature": float(options.temperature)}
     of_teacher = run_settings(teacher, None, "teacher")["model"] | model_settings(teacher)
@@ -163,7 +165,9 @@ def _settings(
 
 
 def _require_trainable(model: Any, teacher: Any) -> None:
-    """Raise `InputError` if a model cannot be trained, or shares weights with its teacher."""
+    """Raise `InputError` if a model has no trainable weights in float32 or float64, or if trainable weights share
+    memory with weights of the teacher.
+    """
     require_module(model)
     if not isinstance(teacher, nn.Module):
         raise InputError("teacher", expected="a torch module", got=type(teacher).__name__)
@@ -182,9 +186,9 @@ def _require_trainable(model: Any, teacher: Any) -> None:
 
 
 class TrainingBatches:
-    """Batches of a data set by the number of the step. Each epoch uses all sequences of `Texts` once, grouped to
-    batches anew; other data keep their batches. The order depends on the seed and the epoch alone, so that a resumed
-    training continues with the same batches.
+    """Training batches, addressed by the number of the training step. In each epoch, all sequences of `Texts` are
+    shuffled and grouped into new batches; of other data, the order of the batches alone is shuffled. The order depends
+    on the seed and the epoch alone, so that a resumed training continues with the same batches.
 
     Attributes:
         digest: hash of the content.
@@ -203,7 +207,7 @@ class TrainingBatches:
         self._epoch: tuple[int, list[dict[str, Any]]] = (-1, [])
 
     def at(self, step: int) -> Mapping[str, Any]:
-        """Return the batch of a step, counted from 0."""
+        """Return the batch of a training step, counted from 0."""
         epoch, place = divmod(step, len(self._batches))
         if self._epoch[0] != epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch * SEED_OF_EPOCH)
@@ -217,8 +221,9 @@ class TrainingBatches:
 
 
 class HealingFolder:
-    """Output folder of a healing that can be stopped and resumed; None reads and writes nothing. A run resumes only
-    from checkpoints with the same JSON-compatible settings.
+    """Output folder of a healing run (training by a dense model), which can be stopped and resumed. A run resumes only
+    from files that were written with the same JSON-compatible settings. Without a folder (None), nothing is read or
+    written.
     """
 
     def __init__(self, folder: str | Path | None, settings: Mapping[str, Any]) -> None:
@@ -226,8 +231,8 @@ class HealingFolder:
 
     @contextmanager
     def claimed(self, *, force: bool) -> Iterator[None]:
-        """Create the folder, and lock it while the context is open. With `force`, the files of another run in the
-        folder are deleted instead of being refused.
+        """Create the folder, and lock it while the context is open. With `force`, the files of an earlier run in it are
+        deleted; otherwise, a run with other settings raises an error.
         """
         if self._folder is None:
             yield
@@ -241,18 +246,20 @@ class HealingFolder:
             yield
 
     def finish(self, model: nn.Module) -> None:
-        """Write the trained weights, and delete the checkpoint."""
+        """Write the trained weights to the folder, and delete the checkpoint."""
         self.write(FINISHED, {"model": model.state_dict()})
         if self._folder is not None:
             (Path(self._folder) / CHECKPOINT).unlink(missing_ok=True)
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a file, with the settings."""
+        """Write `content`, together with the settings of the run, to the file `name` in the folder."""
         if self._folder is not None:
             save_state(Path(self._folder) / name, self._settings, content)
 
     def read(self, name: str, *, mmap: bool = False) -> Any:
-        """Return the content of a file of the run with these settings; None if there is no such file."""
+        """Return the content of the file `name` in the folder; None if there is no such file. Raise an error if it was
+        written with other settings.
+        """
         if self._folder is None or not (path := Path(self._folder) / name).exists():
             return None
         return load_state(path, self._settings, map_location="cpu", mmap=mmap)
@@ -268,7 +275,9 @@ def _train(
     *,
     shown: bool,
 ) -> None:
-    """Train a model in place, from the beginning or from the checkpoint in the folder, and write checkpoints."""
+    """Train a model in place to reproduce the teacher's outputs, from the first step or from the checkpoint in the
+    folder. Write checkpoints during training, and the trained weights at the end.
+    """
     device = device_of(model)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -324,7 +333,9 @@ def _train(
 
 
 def _require_finite(value: Tensor, name: str) -> None:
-    """Raise `InputError` if a number of the training is not finite; the weights are those before the step."""
+    """Raise `InputError` if `value`, a loss or gradient norm of a training step, is not finite. It is called before the
+    optimizer changes the weights.
+    """
     if not bool(value.detach().isfinite()):
         remedy = "a smaller lr may help, or weights and inputs that are finite"
         raise InputError("model", expected=f"a finite {name}", got=float(value.detach()), remedy=remedy)

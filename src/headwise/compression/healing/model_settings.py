@@ -21,8 +21,9 @@ data type is that of the weights."""
 
 
 def model_settings(model: nn.Module) -> dict[str, Any]:
-    """Return the settings of a model as texts: the fields of its configuration, and by the path of each module its
-    class, its plain attributes (such as the `p` of a dropout), and hashes of its buffers, saved or not.
+    """Return everything except weights that a model's outputs depend on, as texts. These are the fields of its
+    configuration and, by module path, the class, public attributes (such as the `p` of a dropout), and hashes of
+    buffers, saved or not.
     """
     config = getattr(model, "config", None)
     modules: dict[str, dict[str, str]] = {}
@@ -37,14 +38,18 @@ def model_settings(model: nn.Module) -> dict[str, Any]:
 
 
 def _config_settings(config: Any) -> dict[str, str]:
-    """Return the fields of a configuration of `transformers`, with the implementation of attention."""
+    """Return the fields of a `transformers` configuration as texts, together with the name of its attention
+    implementation. Fields that do not affect outputs are left out.
+    """
     fields = {name: value for name, value in config.to_dict().items() if name not in CONFIG_WITHOUT_EFFECT}
     fields["attn_implementation"] = getattr(config, "_attn_implementation", None)
     return {name: _text(value) for name, value in sorted(fields.items())}
 
 
 def _text(value: Any) -> str:
-    """Return a text that differs for values with different effects. Only the class of an unknown object counts."""
+    """Return a text for the value of a setting, such that values with different effects have different texts. For an
+    object of an unknown type, the text is the name of its class.
+    """
     is_object = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if isinstance(value, Tensor):
         text = digest_of([value])
@@ -64,5 +69,5 @@ def _text(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    """Return the name of a class or function, with its module."""
+    """Return the full name of a class or function, with its Python module."""
     return f"{value.__module__}.{value.__qualname__}"

@@ -38,7 +38,8 @@ MOST_ROUNDS = 200
 
 @dataclass(frozen=True)
 class Freedom:
-    """Set of orthogonal matrices of the features of one head.
+    """Set of orthogonal matrices by which the keys or values of one head can be multiplied without a change of the
+    model.
 
     Attributes:
         width: number of features.
@@ -53,8 +54,8 @@ class Freedom:
     signs: bool = False
 
     def nearest(self, product: Float[Tensor, "width width"]) -> Float[Tensor, "width width"]:
-        """Return the matrix R of the set that maximises `trace(R^T product)`, where `product = E[y x^T]`; it minimises
-        `E|y - R x|^2` (orthogonal Procrustes problem, Schönemann 1966).
+        """Return the matrix R of the set that maximises `trace(R^T product)`. For `product = E[y x^T]`, R also
+        minimises `E|y - R x|^2` (orthogonal Procrustes problem, Schönemann 1966).
         """
         matrix = torch.eye(self.width, dtype=product.dtype, device=product.device)
         if self.pairs:
@@ -77,15 +78,17 @@ class Freedom:
 
 
 def value_freedom(model: nn.Module, module: HeadModule) -> Freedom:
-    """Return the matrices by which the values of an attention module may be multiplied."""
+    """Return the orthogonal matrices by which the values of a head can be multiplied without a change of the attention
+    module's output. The output projection undoes the multiplication.
+    """
     attention = model.get_submodule(module.path)
     is_gated = getattr(attention, "output_gate", None) == "element"
     return Freedom(module.value_dim, block=() if is_gated else tuple(range(module.value_dim)))
 
 
 def key_freedom(model: nn.Module, module: HeadModule) -> Freedom:
-    """Return the matrices by which the queries and keys of an attention module may be multiplied. For a module of which
-    nothing is known this is the identity.
+    """Return the orthogonal matrices by which the queries and keys of a head in an attention module can be multiplied
+    without a change of the scores. For an unknown kind of module, this is the identity alone.
     """
     attention: Any = model.get_submodule(module.path)
     width = module.head_dim
@@ -107,16 +110,18 @@ def key_freedom(model: nn.Module, module: HeadModule) -> Freedom:
 
 
 def _rotary_freedom(width: int, rotated: int, *, interleaved: bool, signs: bool) -> Freedom:
-    """Return the matrices that commute with rotary positions of the first `rotated` features."""
+    """Return the orthogonal matrices that commute with a rotary position embedding of the first `rotated` of `width`
+    features.
+    """
     half = rotated // 2
     pairs = [(2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half) for pair in range(half)]
     return Freedom(width, tuple(pairs), tuple(range(rotated, width)), signs)
 
 
 def align(products: Float[Tensor, "heads heads width width"], freedom: Freedom) -> Float[Tensor, "heads width width"]:
-    """Return a matrix `R_j` for each head j such that the aligned features `R_j x_j` differ least from their mean: the
-    sum over heads of `E|R_j x_j - mean|^2` is minimal, where the products are `E[x_i x_j^T]` of heads i and j. The
-    first matrix is the identity.
+    """Return one orthogonal matrix `R_j` per head j such that the aligned features `R_j x_j` differ least from their
+    mean over heads. The sum over heads of `E|R_j x_j - mean|^2` is minimal. `products` contains `E[x_i x_j^T]` for all
+    heads i and j. The first matrix is the identity.
 
     The matrices are improved in turn, each by the solution of the orthogonal Procrustes problem for the sum of the
     other heads, until none gains (generalised Procrustes analysis, Gower 1975). This ends in a local minimum. There are
@@ -135,12 +140,16 @@ def align(products: Float[Tensor, "heads heads width width"], freedom: Freedom) 
 def agreement(
     products: Float[Tensor, "heads heads width width"], matrices: Float[Tensor, "heads width width"]
 ) -> float:
-    """Return `E|sum of R_j x_j|^2`, which is the larger, the less the aligned heads differ."""
+    """Return `E|sum over heads of R_j x_j|^2` for the orthogonal matrices R_j and features x_j of the heads j. It is
+    larger when the aligned heads differ less.
+    """
     return float(torch.einsum("iab,ijbc,jac->", matrices, products, matrices))
 
 
 def _improved(products: Tensor, matrices: Tensor, freedom: Freedom) -> Tensor:
-    """Return matrices improved in turn until none gains."""
+    """Return alignment matrices, improved one head after the other until the result of `agreement` no longer
+    increases.
+    """
     matrices, before = matrices.clone(), agreement(products, matrices)
     heads = range(len(matrices))
     for _ in range(MOST_ROUNDS):
@@ -155,7 +164,7 @@ def _improved(products: Tensor, matrices: Tensor, freedom: Freedom) -> Tensor:
 
 
 def _sum_times(products: Tensor, matrices: Tensor, head: int, others: Sequence[int]) -> Tensor:
-    """Return `E[y x^T]` for the features x of a head and the sum y of the aligned features of others."""
+    """Return `E[y x^T]`, where x are the features of `head`, and y is the sum of the aligned features of `others`."""
     chosen = list(others)
     return torch.einsum("iab,ibc->ac", matrices[chosen], products[chosen, head])
 
@@ -163,7 +172,8 @@ def _sum_times(products: Tensor, matrices: Tensor, head: int, others: Sequence[i
 def pairwise_gains(
     products: Float[Tensor, "heads heads width width"], freedom: Freedom
 ) -> Float[Tensor, "heads heads"]:
-    """Return `E[x_i^T R x_j]` for each pair of heads with the best matrix R, divided by the mean of `E|x|^2`.
+    """Return the similarity of each pair of heads after alignment: `E[x_i^T R x_j]` with the best orthogonal matrix R,
+    divided by the mean of `E|x|^2` over heads.
 
     Without alignment, R = 1, the sum over a group of `E|x_i - mean|^2` is the sum of `E|x_i|^2` minus the sum of
     `E[x_i^T x_j]` over all i and j, divided by the number of heads: a large sum of gains is a small error of the mean.
@@ -179,8 +189,9 @@ def pairwise_gains(
 
 
 def similar_groups(gains: Float[Tensor, "heads heads"], groups: int) -> list[list[int]]:
-    """Return groups of equally many heads whose pairs have a large sum of gains. Pairs of heads are exchanged
-    between groups, the best exchange first, until none gains; so the sum is never below that of adjacent heads.
+    """Divide heads into groups of equal size such that the sum of `gains` over pairs of heads in the same group is
+    large. The search starts with groups of adjacent heads. It exchanges two heads between groups, the best exchange
+    first, until no exchange increases the sum.
     """
     heads = len(gains)
     group_of = torch.arange(heads) // (heads // groups)

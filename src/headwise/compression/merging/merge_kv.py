@@ -51,8 +51,9 @@ def merge_kv(
     reconstruct: bool | None = None,
     progress: bool = False,
 ) -> nn.Module:
-    """Return a copy of a model with fewer key/value heads, and so a smaller cache: multi-head attention becomes
-    grouped-query or multi-query attention. Its configuration states the new number, and plain `transformers` loads it.
+    """Return a copy of a model in which several key/value heads are merged into one, so that its cache is smaller:
+    multi-head attention becomes grouped-query or multi-query attention. Its configuration states the new number of
+    heads, and plain `transformers` can load it.
 
     Each new key/value head replaces equally many old ones, and serves all their query heads:
 
@@ -129,7 +130,10 @@ def merge_kv(
 
 
 def mergeable_modules(model: nn.Module, num_kv_heads: int) -> dict[str, HeadModule]:
-    """Return the places of heads in the attention modules of a model whose key/value heads can be merged, by path."""
+    """Return the attention modules of a model whose key/value heads can be merged into `num_kv_heads`, by path. Raise
+    `InputError` if there are none, or if `num_kv_heads` is not a proper divisor of a module's number of key/value
+    heads.
+    """
     if has_record(getattr(model, "config", None)):
         raise InputError("model", expected="a model whose configuration states its heads", got=f"a record {RECORD}")
     names = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -166,7 +170,9 @@ width)`."""
 
 
 def _equal_weights(module: HeadModule) -> _HeadWeights:
-    """Return equal weights of all key/value heads."""
+    """Return equal weights, all 1, for the keys and the values of all key/value heads of a module. Heads of a group are
+    averaged with these weights.
+    """
     keys, values = torch.ones(2, module.num_kv_heads).double()
     return keys, values
 
@@ -179,8 +185,9 @@ def _align(
     method: MergeMethod,
     grouping: MergeGrouping,
 ) -> _HeadWeights:
-    """Let the key/value heads of each group in an attention module stand side by side, in place, aligned by the method.
-    The module's output does not change. Return the weights of the heads in the mean of their group.
+    """Reorder the key/value heads of an attention module, in place, so that the heads of each group are adjacent, and
+    align them if `method` is "procrustes". The module's output does not change. Return the weights of keys and of
+    values with which the heads of each group are then averaged.
     """
     weights = _equal_weights(module)
     aligns = method == "procrustes"
@@ -204,13 +211,17 @@ def _align(
 def _aligned(
     products: Float[Tensor, "heads heads width width"], freedom: Freedom, size: int
 ) -> Float[Tensor, "heads width width"]:
-    """Return the matrices that align the heads of each group of `size` consecutive heads."""
+    """Return one matrix per head, such that the heads of each group of `size` consecutive heads differ least from their
+    mean after multiplication by it. The matrices are orthogonal and in the set `freedom`.
+    """
     groups = (slice(start, start + size) for start in range(0, len(products), size))
     return torch.cat([align(products[group, group], freedom) for group in groups])
 
 
 def _energies(model: nn.Module, module: HeadModule, queries: Float[Tensor, " heads"]) -> _HeadWeights:
-    """Return the weights of "weighted_mean", from the sums of `|q|^2` of the query heads."""
+    """Return the weights of keys and values for the method "weighted_mean", by key/value head. A key's weight is the
+    sum of `|q|^2` over its query heads, and a value's is the squared norm of its columns of the output projection.
+    """
     heads, attention = module.num_kv_heads, model.get_submodule(module.path)
     if (family := family_of(attention)) is not None and family.norms(attention):
         queries = torch.ones_like(queries)
@@ -222,7 +233,9 @@ def _energies(model: nn.Module, module: HeadModule, queries: Float[Tensor, " hea
 
 
 def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "groups members"]:
-    """Return the share of each head in its group; equal shares in a group without weight."""
+    """Return weights divided by their sum in each group of `size` consecutive heads. In a group whose weights are all
+    0, heads have equal shares.
+    """
     grouped = weights.view(-1, size)
     grouped = torch.where(grouped.sum(1, keepdim=True) > 0, grouped, torch.ones_like(grouped))
     return grouped / grouped.sum(1, keepdim=True)
@@ -231,7 +244,10 @@ def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "gr
 def kv_moments(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> dict[str, _Moments]:
-    """Return the moments of each attention module, by path. Padding does not count."""
+    """Run a model on batches, and return sums over all tokens but padding for each attention module, by path. For
+    queries q, keys k and values v, they are the sum of `|q|^2` per query head, and those of `k_i k_j^T` and `v_i v_j^T`
+    for pairs of key/value heads.
+    """
     heads_of_batches(model, batches)
     blocks_of = {
         (path, part): next(each for each in module.blocks if each.part == part and each.parameter.endswith(".weight"))

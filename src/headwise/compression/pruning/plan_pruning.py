@@ -35,8 +35,8 @@ Unit = tuple[Head, ...]
 
 @runtime_checkable
 class UnitScores(Protocol):
-    """Interface of scores of units, which are the sets of heads that pruning removes at once. A score depends on the
-    heads that are removed already.
+    """Interface of objects that score units for pruning. A unit is a set of heads that are removed together, such as
+    one head, or all query heads of a key/value head. A score may depend on the heads that are removed already.
 
     Attributes:
         name: name of the scores, for display.
@@ -53,18 +53,24 @@ class UnitScores(Protocol):
     is_comparable: bool
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
-        """Return the score of each unit, given that some heads were removed before. The larger, the more important."""
+        """Return the importance of each unit (set of heads) in the model from which the heads `removed` are already
+        removed. Units with low scores are removed first.
+        """
 
 
 @runtime_checkable
 class ScoresWithCandidates(UnitScores, Protocol):
-    """Interface of scores that decide between the plans of several scores."""
+    """Interface of scores that come with alternative scores. A pruning plan is made by each of them, and `choose`
+    selects the best plan.
+    """
 
     def candidates(self) -> Sequence[UnitScores]:
-        """Return the scores, these first."""
+        """Return these scores, followed by the alternative ones. A pruning plan is made by each of them."""
 
     def choose(self, plans: Sequence[Sequence[PlannedModule]]) -> int:
-        """Return the number of the best plan. The first is that of these scores."""
+        """Return the index of the best of several pruning plans. The plan at index 0 was made by these scores
+        themselves, not by alternatives.
+        """
 
 
 def plan_pruning(
@@ -77,7 +83,8 @@ def plan_pruning(
     model: nn.Module | None = None,
     progress: bool = False,
 ) -> PruningPlan:
-    """Choose the heads that remain in a model, by scores of its heads.
+    """Choose the attention heads that remain in a model when it is pruned: the heads with the lowest scores are
+    removed.
 
     Args:
         scores: a table of heads, such as `hw.ablate` and `hw.importance` return; a function that returns such a table
@@ -149,7 +156,9 @@ def plan_pruning(
 
 
 def _pools(modules: Sequence[PlannedModule], share: float, constraint: str) -> list[tuple[list[Unit], int]]:
-    """Return pools of units that compete with each other, each with the number of units that remain."""
+    """Return pools of units (sets of heads that are removed together), each with the number of its units that remain.
+    Units compete within their pool alone.
+    """
     layers = [each.layer for each in modules]
     if len(set(layers)) < len(layers):  # a head is named by layer and number
         raise InputError("scores", expected="a layer of its own for each module", got=layers)
@@ -169,15 +178,16 @@ def _pools(modules: Sequence[PlannedModule], share: float, constraint: str) -> l
 
 
 def _rounded(number: float) -> int:
-    """Return the nearest whole number; of two, the larger one."""
+    """Return the nearest whole number; a half is rounded up."""
     return math.floor(number + 0.5)
 
 
 def _remove_in_rounds(
     scores: UnitScores, pools: Sequence[tuple[list[Unit], int]], rounds: int | None, *, shown: bool
 ) -> tuple[frozenset[Head], int]:
-    """Remove the units with the lowest scores from each pool until its number of units remain, at least one of each
-    layer, and return the removed heads and the number of times that units were scored.
+    """Remove units (sets of heads) with the lowest scores from each pool, in rounds, until the pool has the stated
+    number of units. At least one unit remains in each layer. Return the removed heads and the number of rounds, before
+    each of which the units are scored.
     """
     excess = max((len(units) - keep for units, keep in pools), default=0)
     rounds = min(excess, excess if rounds is None else rounds)
@@ -204,8 +214,9 @@ def _remove_in_rounds(
 
 
 class _TableScores:
-    """Scores of a table of heads, which do not depend on removed heads: a statistic, by default the one that the
-    table's plots show. A unit's score is the sum over its heads.
+    """Scores from a table of heads. The score of a set of heads is the sum of one statistic over the heads, and does
+    not depend on the heads that are removed already. By default, the statistic is the one that the table's plots
+    show.
     """
 
     rounds: int | None = 1
@@ -226,13 +237,13 @@ class _TableScores:
         self._value_of = {(row.layer, row.head): row.statistics[chosen].value for row in table.heads}
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
-        """Return the sum of the scores of each unit's heads."""
+        """Return the sum of the table's statistic over the heads of each unit."""
         return [math.fsum(self._value_of[head] for head in unit) for unit in units]
 
 
 class _FunctionScores:
-    """Scores of a function that returns a table of heads for the model without some heads. The statistic is as in
-    `_TableScores`.
+    """Scores from a function that measures the model without the removed heads, and returns a table of its heads. The
+    score of a set of heads is the sum of one statistic of this table.
     """
 
     rounds: int | None = DEFAULT_ROUNDS
@@ -244,7 +255,9 @@ class _FunctionScores:
         self.name, self.rows, self.identity = self._first.name, self._first.rows, self._first.identity
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
-        """Return the scores in the model without the removed heads."""
+        """Return the sum of the statistic over the heads of each unit, measured in the model without the heads
+        `removed`.
+        """
         if not removed:
             return self._first.of(units, removed)
         return _TableScores(self._function(dict.fromkeys(sorted(removed), 0.0)), self._statistic).of(units, removed)

@@ -21,8 +21,9 @@ from headwise.runs.fingerprint import identity_of
 
 
 def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None, progress: bool = False) -> nn.Module:
-    """Return a copy of a model without the heads that a plan removes: rows and columns of its projections are removed,
-    and its configuration states the remaining heads. Torch's attention layers become those of `headwise.compat`.
+    """Return a copy of a model without the heads that a pruning plan removes: their rows and columns are cut from the
+    projections, and the configuration states the remaining heads. Torch's attention layers are replaced by the
+    equivalent ones of `headwise.compat`.
 
     With calibration data, the output projection of each attention module is fitted by least squares to what the dense
     module returns; without, the remaining weights are unchanged, and the copy equals the model with the outputs of the
@@ -60,7 +61,9 @@ def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None, progr
 
 
 def _kept_heads(model: nn.Module, plan: PruningPlan) -> dict[str, KeptHeads]:
-    """Return the heads that remain in each attention module."""
+    """Return the heads that remain in each attention module of a plan, by the path of the module. Raise `InputError` if
+    the plan does not fit the model.
+    """
     if not isinstance(plan, PruningPlan):
         raise InputError("plan", expected="a PruningPlan of hw.plan_pruning", got=type(plan).__name__)
     plan.require_consistent()

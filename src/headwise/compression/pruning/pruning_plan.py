@@ -23,7 +23,7 @@ Head = tuple[int, int]
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """Attention module of a plan.
+    """Attention module in a pruning plan, with the heads that remain in it.
 
     Attributes:
         layer: number of the layer.
@@ -43,17 +43,19 @@ class PlannedModule:
 
     @property
     def kept_of_groups(self) -> list[int]:
-        """Number of query heads that remain in each group, which are those with the same key/value head."""
+        """Number of query heads that remain in each group of query heads with the same key/value head."""
         group = self.num_heads // self.num_kv_heads
         return [sum(head // group == number for head in self.kept) for number in range(self.num_kv_heads)]
 
     @property
     def kept_kv_heads(self) -> int:
-        """Number of key/value heads that remain."""
+        """Number of key/value heads that remain: those with at least one remaining query head."""
         return sum(number > 0 for number in self.kept_of_groups)
 
     def require_consistent(self) -> None:
-        """Raise `InputError` unless values have their types, and heads are distinct, ascending and of the module."""
+        """Raise `InputError` if a field has the wrong type, or if the remaining heads are not distinct, ascending,
+        valid head numbers of this module.
+        """
         numbers = (self.layer, 0), (self.num_heads, 1), (self.num_kv_heads, 1)
         if not isinstance(self.module, str) or self.kind not in ("self", "cross"):
             raise InputError("plan", expected="a path and a kind of attention", got=f"{self.module!r}, {self.kind!r}")
@@ -68,7 +70,7 @@ class PlannedModule:
 
 @dataclass(frozen=True)
 class PruningPlan(JsonResult):
-    """Heads of a model that remain after pruning.
+    """Pruning plan: the attention heads that remain in each attention module of a model after pruning.
 
     Attributes:
         modules: the attention modules, in the order of the model.
@@ -93,17 +95,17 @@ class PruningPlan(JsonResult):
 
     @property
     def heads(self) -> int:
-        """Number of heads before pruning."""
+        """Number of query heads in all modules of the plan before pruning."""
         return sum(each.num_heads for each in self.modules)
 
     @property
     def kept_heads(self) -> int:
-        """Number of heads that remain."""
+        """Number of query heads that remain in all modules of the plan."""
         return sum(len(each.kept) for each in self.modules)
 
     @property
     def removed(self) -> tuple[Head, ...]:
-        """Heads that are removed."""
+        """Query heads that pruning removes, as pairs of layer and head number."""
         return tuple(
             (each.layer, head) for each in self.modules for head in range(each.num_heads) if head not in each.kept
         )
@@ -132,7 +134,7 @@ class PruningPlan(JsonResult):
         return "\n".join(lines)
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row per attention module.
+        """Return a pandas DataFrame with one row per attention module of the plan.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -141,7 +143,9 @@ class PruningPlan(JsonResult):
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
 
     def require_consistent(self) -> None:
-        """Raise `InputError` unless values have their types, modules are distinct, and heads are of their module."""
+        """Raise `InputError` if a field has the wrong type, modules repeat, or the remaining heads are not valid
+        numbers of their module or contradict the constraint.
+        """
         require_each(
             self.ARGUMENT,
             (
@@ -169,8 +173,9 @@ class PruningPlan(JsonResult):
 
     @property
     def _is_kept_constraint(self) -> bool:
-        """True if the numbers of heads that remain are as the constraint says: with grouped queries whole groups, or
-        with "uniform" equally many heads of each group; except with "free", equally many in modules of the same size.
+        """True if the numbers of remaining heads satisfy the plan's constraint. A group, the query heads of one
+        key/value head, remains or is removed as a whole; with "uniform", all groups of a module keep equally many heads
+        instead. Except with "free", modules of the same size keep equally many.
         """
         for each in self.modules:
             group, remaining = each.num_heads // each.num_kv_heads, set(each.kept_of_groups)
@@ -182,8 +187,8 @@ class PruningPlan(JsonResult):
 
 
 def planned_modules(rows: Sequence[Any], removed: Mapping[Head, Any] | frozenset[Head]) -> tuple[PlannedModule, ...]:
-    """Return the modules of a plan without the removed heads, from one row per head with `layer`, `head`, `kv_head`,
-    `module` and `kind`.
+    """Return the modules of a pruning plan in which the heads `removed` are missing. `rows` has one row per head of the
+    model, with `layer`, `head`, `kv_head`, `module` and `kind`.
     """
     by_module: dict[tuple[int, str, str], list[Any]] = {}
     for row in rows:

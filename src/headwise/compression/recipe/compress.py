@@ -82,7 +82,7 @@ ROUNDING = 16.0
 
 @dataclass(frozen=True)
 class Stage:
-    """Model after one step.
+    """Size and loss of the model after one step of a compression recipe, or before the first one.
 
     Attributes:
         name: "dense", "pruned", "merged" or "healed".
@@ -99,7 +99,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class RecipeResult(JsonResult):
-    """Result of `hw.compress`.
+    """Result of `hw.compress`: parameters and held-out loss of the dense model, and of the model after each compression
+    step.
 
     Attributes:
         model: name of the dense model.
@@ -118,8 +119,9 @@ class RecipeResult(JsonResult):
     stages: tuple[Stage, ...]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return one dictionary per step: its name, the parameters, and mean, standard error (`_sem`), sample size
-        (`_n`) and degrees of freedom (`_df`) of loss and difference.
+        """Return one dictionary per step: its name, the number of parameters, the mean held-out loss, and the mean
+        difference from the dense model's loss. Each mean has further columns for its standard error (`_sem`), sample
+        size (`_n`) and degrees of freedom (`_df`).
         """
         return [
             {
@@ -132,7 +134,9 @@ class RecipeResult(JsonResult):
         ]
 
     def require_consistent(self) -> None:
-        """Raise `InputError` unless values have their types, and the stages are those of a recipe."""
+        """Raise `InputError` if a field has the wrong type, or if the steps are not "dense" followed by compression
+        steps in their order.
+        """
         names = [each.name for each in self.stages]
         are_in_order = names[:1] == ["dense"] and names == [name for name in STAGES if name in names]
         require_each(
@@ -164,8 +168,9 @@ class RecipeResult(JsonResult):
 
 
 def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progress: bool = False) -> RecipeResult:
-    """Make a model smaller by the steps of a recipe: score the heads, plan, prune, merge key/value heads, heal, verify
-    and save. The model is in the folder `model` of `out`, and the losses on held-out text are in the report.
+    """Compress a model by the steps of a recipe file: prune heads by scores, merge key/value heads, and heal (train the
+    smaller model by the dense one); each step is optional. Write the model to the folder `model` in `out`, and return
+    the held-out loss after each step.
 
     An interrupted run resumes when it is called again: finished steps are not repeated, and the healing continues from
     its checkpoint. Each folder of a model is complete, and its model was loaded again with equal outputs.
@@ -217,7 +222,9 @@ def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progre
 
 
 class _Run:
-    """Steps of a recipe in a locked output folder, by the plan that the recipe names or, without one, a new one."""
+    """Run of a compression recipe in a locked output folder. Heads are pruned by the plan that the recipe names, or by
+    a new plan if it names none.
+    """
 
     def __init__(self, folder: Path, inputs: RecipeInputs, plan: PruningPlan | None) -> None:
         self._folder, self._inputs, self._given_plan = folder, inputs, plan
@@ -225,7 +232,9 @@ class _Run:
         self._device = next(inputs.dense.parameters()).device
 
     def finish(self) -> RecipeResult:
-        """Run the steps that are not finished, and return the report."""
+        """Run the steps whose results are not in the folder yet, and return the result of all steps. Measure the report
+        of sizes and times too, if the recipe has one.
+        """
         model, report = self._folder / MODEL, self._folder / REPORT
         if not (model.exists() and report.exists()):
             self._finish_steps()
@@ -244,7 +253,9 @@ class _Run:
         return RecipeResult.load(report)
 
     def _finish_steps(self) -> None:
-        """Run the steps that are not finished, write the losses after each, and put the model in place."""
+        """Run each step whose model is not in the folder yet, and measure the losses after each step. Write the result,
+        and rename the folder of the last step to that of the final model.
+        """
         final, steps = self._folder / MODEL, self._inputs.recipe.stages
         dense, verify, loss = self._inputs.dense, self._inputs.verify, self._inputs.loss
         documents, baseline = verify.document_numbers(), self._losses(dense)
@@ -278,7 +289,7 @@ class _Run:
             last.rename(final)
 
     def _losses(self, model: nn.Module) -> list[float]:
-        """Return the loss of a model on each held-out sequence; NaN for a sequence without one."""
+        """Return the loss of a model on each held-out sequence; NaN for a sequence without tokens that have a loss."""
         dense = self._inputs.dense
         with evaluation_mode(model), evaluation_mode(dense):
             batches = (to_device(batch, self._device) for batch in self._inputs.verify)
@@ -286,18 +297,22 @@ class _Run:
         return losses
 
     def _save(self, model: nn.Module, path: Path) -> None:
-        """Put the folder of a step in place, if the saved model returns the same as the model in memory."""
+        """Save the model of a step to the folder `path`. The folder appears only when the model was loaded from it
+        again with equal weights and outputs.
+        """
         with new_folder(path) as part:
             write_model(model, self._inputs.tokenizer, part)
             _require_equal_after_loading(model, part, self._lm_head, next(iter(self._inputs.verify)))
 
     def _load(self, path: Path, dtype: torch.dtype | None = None) -> nn.Module:
-        """Load the model of a finished step."""
+        """Load the model of a finished step from the folder `path`."""
         loaded: nn.Module = find_model(str(path)).model(self._lm_head, dtype).to(self._device)
         return loaded
 
     def _pruned(self, model: nn.Module) -> nn.Module:
-        """Return the pruned model, by the plan in the folder or a new one."""
+        """Return the pruned model. The pruning plan is the one in the output folder, otherwise the one that the recipe
+        names, otherwise a new one, which is saved.
+        """
         section, path = self._inputs.recipe.prune, self._folder / PLAN
         assert section is not None  # the recipe has this step
         if path.exists():
@@ -322,14 +337,16 @@ class _Run:
         return pruned
 
     def _merged(self, model: nn.Module) -> nn.Module:
-        """Return the model with fewer key/value heads."""
+        """Return a copy of the model with fewer key/value heads, as the section [merge] of the recipe states."""
         section = self._inputs.recipe.merge
         assert section is not None  # the recipe has this step
         options: Any = {"method": section.method, "grouping": section.grouping}
         return merge_kv(model, num_kv_heads=section.kv_heads, calibration=self._inputs.texts, **options)
 
     def _healed(self, model: nn.Module) -> nn.Module:
-        """Return the model after its training, in the dtype that it had before."""
+        """Return the model after healing, its training by the dense model. A model in 16 bits is trained in float32,
+        and then converted back.
+        """
         section = self._inputs.recipe.heal
         assert section is not None  # the recipe has this step
         stages = self._inputs.recipe.stages
@@ -343,9 +360,9 @@ class _Run:
 
 
 def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | None, batch: Mapping[str, Any]) -> None:
-    """Load a saved model, and raise `InputError` if its weights differ from those of the model in memory, or its
-    outputs on a batch differ by more than rounding. It is loaded by plain `transformers` unless its configuration lists
-    the remaining heads, which `headwise.load` reads.
+    """Load a saved model, and raise `InputError` if it differs from the model in memory: in its weights, or in its
+    outputs on a batch by more than rounding. Plain `transformers` loads it, unless its configuration lists the
+    remaining heads: then `headwise.load` does.
     """
     loaded = find_model(str(folder)).model(lm_head).to(device_of(model))
     expected, weights = model.state_dict(), loaded.state_dict()
@@ -367,8 +384,9 @@ def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | 
 
 
 def _claim_run(folder: Path, settings: Mapping[str, Any], *, force: bool) -> None:
-    """Write the settings of a run to its folder, or compare them with those of the run that is there. With `force`,
-    delete another run, so that at any moment each folder of a model is complete or absent.
+    """Write the settings of a run to its output folder. If the folder contains a run, raise `InputError` if its
+    settings differ; with `force`, delete that run first. If the process is killed meanwhile, each model folder is still
+    complete or absent.
     """
     trash = folder / TRASH
     for leftover in (trash, *(folder / f".{name}.part" for name in STAGES[1:])):  # of a process that was killed
@@ -395,7 +413,7 @@ def _claim_run(folder: Path, settings: Mapping[str, Any], *, force: bool) -> Non
 
 
 def _require_same_run(folder: Path, known: Mapping[str, Any]) -> None:
-    """Raise `InputError` if a folder has a run whose settings differ from `known`, settings of a new run."""
+    """Raise `InputError` if a folder contains a run whose settings differ from `known`, the settings of a new run."""
     path = folder / RECIPE
     if not path.exists():
         return
@@ -409,6 +427,6 @@ def _require_same_run(folder: Path, known: Mapping[str, Any]) -> None:
 
 
 def _results_in(folder: Path) -> list[Path]:
-    """Return the paths of all results of a run in a folder."""
+    """Return the paths of all files and folders in a folder that have the name of a result of `compress`."""
     names = (REPORT, BEFORE_AFTER, PLAN, MODEL, HEALING, *STAGES[1:])
     return [folder / name for name in names if (folder / name).exists()]

@@ -44,7 +44,7 @@ FACTOR = 6_364_136_223_846_793_005
 
 @dataclass(frozen=True)
 class RecipeInputs:
-    """Inputs of the steps of a recipe.
+    """Model, tokenizer, texts and loss that the steps of a compression recipe need, loaded and checked.
 
     Attributes:
         source: location of the dense model.
@@ -62,8 +62,9 @@ class RecipeInputs:
     loss: Any
 
     def settings(self, plan: PruningPlan | None) -> dict[str, Any]:
-        """Return everything that the models depend on, JSON-compatible: the recipe without [report], versions of
-        packages, and hashes of the model, the texts and a plan that the recipe names.
+        """Return JSON-compatible values of everything that the compressed model depends on. These are the recipe
+        without [report], versions of packages, and hashes of the model, of the texts, and of the pruning plan that the
+        recipe names.
         """
         run = run_settings(self.dense, None, self.source.title)
         hashes = {
@@ -75,15 +76,17 @@ class RecipeInputs:
 
 
 def recipe_settings(recipe: CompressionRecipe) -> dict[str, Any]:
-    """Return the settings of a run that its recipe states, without the report, as JSON-compatible values."""
+    """Return the content of a recipe, without its section [report], as JSON-compatible values. A run resumes only if
+    they are unchanged.
+    """
     return {"recipe": json.loads(json.dumps(asdict(replace(recipe, report=None))))}
 
 
 def load_inputs(
     recipe: CompressionRecipe, plan: PruningPlan | None, device: torch.device, *, shown: bool
 ) -> RecipeInputs:
-    """Load the model and the texts of a recipe, and check the plan that it names. Mistakes in the recipe are reported
-    now, and those that can be seen without the weights before the model is loaded.
+    """Load the model and the texts of a recipe, and check all of the recipe against them. Mistakes that do not depend
+    on the weights are reported before the model is loaded.
     """
     source = find_model(recipe.model, recipe.revision)
     tokenizer, lm_head = source.tokenizer(), source.lm_head()
@@ -115,9 +118,8 @@ def load_inputs(
 
 
 def load_whole_model(source: ModelSource, dtype: torch.dtype | None = None) -> nn.Module:
-    """Load a model, which will be saved again, as the class that it was saved as, with its language-model head if it
-    has one; in the saved data type by default. A model with another head, such as a classifier's, is refused, because
-    the head would be lost.
+    """Load a model that will be saved again, in its saved data type by default, with its language-model head if it has
+    one. Raise `InputError` for a model with another head, such as a classifier's, because that head would be lost.
     """
     model: Any = source.model(source.lm_head(), dtype)
     saved = getattr(model.config, "architectures", None) or [type(model).__name__]
@@ -135,9 +137,9 @@ def load_whole_model(source: ModelSource, dtype: torch.dtype | None = None) -> n
 def _require_merge(
     recipe: CompressionRecipe, model: nn.Module, batch: Mapping[str, Any], plan: PruningPlan | None
 ) -> None:
-    """Raise `InputError` if the key/value heads that remain after [prune] cannot be merged as [merge] states. A copy of
-    the model without numbers is pruned, by scores that need one call of the model: under the constraints "uniform" and
-    "groups", the number of remaining heads does not depend on the scores.
+    """Raise `InputError` if the key/value heads that remain after the section [prune] cannot be merged as [merge]
+    states. To count them, a copy of the model on the device meta is pruned by the recipe's plan. Without one, simple
+    scores suffice: under the constraints "uniform" and "groups", the counts do not depend on the scores.
     """
     if recipe.merge is None:
         return
@@ -163,8 +165,8 @@ def _require_merge(
 
 
 def count_common_sequences(texts: Texts, others: Texts) -> int:
-    """Return the number of sequences in `others` that share text with `texts`: a token of theirs is in 13 consecutive
-    tokens that both data sets have, or the sequence is also one of `texts`.
+    """Return the number of sequences in `others` that share text with `texts`. A sequence shares text if 13 consecutive
+    tokens occur in both data sets and one of them is in the sequence, or if the whole sequence is also in `texts`.
 
     Sequences are joined in the order of the data, without the special tokens around them. The same text is found in
     both, whatever their context and the option `documents`. The tokenizer is the same.
@@ -186,7 +188,7 @@ def count_common_sequences(texts: Texts, others: Texts) -> int:
 
 
 def _hashes(tokens: Int[Tensor, " tokens"]) -> Int[Tensor, " windows"]:
-    """Return the hash of each window; none if there are too few tokens."""
+    """Return the hash of each window of 13 consecutive tokens; an empty tensor if there are fewer tokens."""
     count = max(0, len(tokens) - WINDOW + 1)
     hashes = torch.zeros(count, dtype=torch.int64)
     for offset in range(WINDOW):

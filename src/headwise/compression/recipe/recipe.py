@@ -24,7 +24,9 @@ SectionT = TypeVar("SectionT")
 
 @dataclass(frozen=True)
 class DataSection:
-    """Texts of a recipe, with the options of `Texts`; None for an option that is not stated."""
+    """Section of a compression recipe that names a file or folder of texts, with the options of `Texts`. An option that
+    is not stated is None.
+    """
 
     path: str
     context: int | None = None
@@ -42,13 +44,15 @@ class DataSection:
             require_one_of("documents", self.documents, DOCUMENT_MODES)
 
     def options(self) -> dict[str, Any]:
-        """Return the options that are stated."""
+        """Return the options of `Texts` that the section states, by name."""
         return {name: value for name, value in vars(self).items() if name != "path" and value is not None}
 
 
 @dataclass(frozen=True)
 class PruneSection:
-    """Pruning of a recipe: either a new plan with the share `keep`, or the saved one in the file `plan`."""
+    """Section [prune] of a compression recipe. It states either `keep`, the share of heads that remain by a new pruning
+    plan, or `plan`, the file of a saved plan.
+    """
 
     keep: float | None = None
     plan: str | None = None
@@ -73,7 +77,9 @@ class PruneSection:
 
 @dataclass(frozen=True)
 class MergeSection:
-    """Merging of key/value heads of a recipe, with options of `hw.merge_kv`."""
+    """Section [merge] of a compression recipe: the number of key/value heads after merging, and options of
+    `hw.merge_kv`.
+    """
 
     kv_heads: int
     method: str = "procrustes"
@@ -87,7 +93,8 @@ class MergeSection:
 
 @dataclass(frozen=True)
 class HealSection(HealingOptions):
-    """Healing of a recipe, with the options of `hw.heal`.
+    """Section [heal] of a compression recipe, with the options of `hw.heal`, the training of the smaller model by the
+    dense one.
 
     Attributes:
         batch: sequences per batch; None for that of the data.
@@ -103,7 +110,9 @@ class HealSection(HealingOptions):
 
 @dataclass(frozen=True)
 class ReportSection:
-    """Report of sizes, times, loss and agreement of a recipe, with the options of `hw.compression_report`."""
+    """Section [report] of a compression recipe, with the options of `hw.compression_report`: it compares sizes, times,
+    losses and generated text of the dense and the smaller model.
+    """
 
     prompt: int = 128
     new_tokens: int = 32
@@ -120,7 +129,7 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class CompressionRecipe:
-    """Content of a recipe.
+    """Content of a compression recipe: a TOML file that states a model, its data, and the steps that make it smaller.
 
     Attributes:
         model: name of the model, as in `hw.load`.
@@ -153,13 +162,15 @@ class CompressionRecipe:
 
     @property
     def stages(self) -> list[str]:
-        """Names of the folders of the steps, in their order."""
+        """Names of the steps in the recipe, in their order: some of "pruned", "merged" and "healed". The folders of the
+        models have these names.
+        """
         steps = (("pruned", self.prune), ("merged", self.merge), ("healed", self.heal))
         return [name for name, section in steps if section is not None]
 
 
 def read_recipe(file: str | Path) -> CompressionRecipe:
-    """Return the recipe in a TOML file. Paths in it are relative to the folder of the file."""
+    """Return the compression recipe in a TOML file. Relative paths in the recipe start at the folder of this file."""
     try:
         path = Path(file)
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -181,7 +192,9 @@ def read_recipe(file: str | Path) -> CompressionRecipe:
 
 
 def _section(section: type[SectionT], content: Any, name: str) -> SectionT:
-    """Return a section of a recipe as an object of its dataclass; the name of the recipe itself is empty."""
+    """Return the parsed content of a recipe section as an object of the dataclass `section`. An empty `name` stands for
+    the whole recipe.
+    """
     place = f"[{name}]" if name else "the recipe"
     if not isinstance(content, Mapping):
         raise InputError("recipe", expected=f"a section {place}", got=repr(content))
@@ -203,7 +216,9 @@ def _section(section: type[SectionT], content: Any, name: str) -> SectionT:
 
 
 def _value(value: Any, hint: Any, key: str, place: str) -> Any:
-    """Return the value of a key, of the type that its annotation states; whole numbers become numbers."""
+    """Return the parsed value of a key after a check of its type against the annotation `hint`. A whole number becomes
+    a float where the annotation is float, and a table becomes the dataclass of its section.
+    """
     if hint == tuple[int, ...]:
         if not isinstance(value, list) or not value or any(type(item) is not int for item in value):
             raise InputError("recipe", expected=f"whole numbers such as [1, 8] for {key} in {place}", got=repr(value))
@@ -220,6 +235,6 @@ def _value(value: Any, hint: Any, key: str, place: str) -> Any:
 
 
 def _require_path(argument: str, value: str) -> None:
-    """Raise `InputError` for an empty path, or one with a null character."""
+    """Raise `InputError` if the path that a recipe states is empty or contains a null character."""
     if not value.strip() or "\0" in value:
         raise InputError(argument, expected="a path", got=repr(value))

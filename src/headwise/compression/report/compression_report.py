@@ -72,7 +72,8 @@ def compression_report(
     rounds: int = 12,
     tokenizer: Any = None,
 ) -> CompressionReport:
-    """Compare a compressed model with the dense one: sizes, times, losses, and agreement of generated text.
+    """Compare a compressed model with its dense original on held-out data: sizes, times, losses, and the agreement of
+    generated text.
 
     The models run in turns. A time is a median over rounds, and its ratio the median of the ratios of each round.
     Standard errors of losses and agreement are clustered by document. What cannot be measured is named in the notes. If
@@ -136,7 +137,9 @@ def compression_report(
 
 
 class _Parts:
-    """Parts of a report of a dense and a compressed model, and notes about what is not measured."""
+    """Builder of the rows of a compression report for a dense and a compressed model, with notes about what cannot be
+    measured.
+    """
 
     def __init__(self, models: ModelPair, data: ReportData, prompt: int, new_tokens: int, tokenizer: Any) -> None:
         self.notes: list[str] = []
@@ -161,9 +164,9 @@ class _Parts:
             self.notes.append("the data do not state documents: each example counts as one")
 
     def _attention_paths(self) -> list[list[str]]:
-        """Return the paths of the modules that compute attention in each model, and of their output projections where a
-        family has these elsewhere, as BERT. No path is inside of another one. There are none, with a note, if no
-        attention is seen, or that of some modules cannot be seen.
+        """Return, for each of both models, the paths of the modules that compute attention, and of their output
+        projections if these are elsewhere, as in BERT. None of these modules contains another one. If attention of some
+        modules cannot be observed, add a note and return empty lists.
         """
         batch = self._data.call_inputs(1, self._prompt) if self._data.sequences else self._data.batches[0]
         paths_of_models = []
@@ -189,7 +192,9 @@ class _Parts:
         return paths_of_models
 
     def sizes(self) -> list[ReportRow]:
-        """Return the rows of parameters and weights."""
+        """Return the report rows of the numbers of parameters, in all and in attention, and of the bytes of all
+        weights.
+        """
         rows = [ReportRow.of_sizes("parameters", "parameters", *map(count_parameters, self._models))]
         if all(self._paths):
             counts = [count_parameters(model, paths) for model, paths in zip(self._models, self._paths, strict=True)]
@@ -197,7 +202,9 @@ class _Parts:
         return [*rows, ReportRow.of_sizes("weights", "bytes", *map(weight_bytes, self._models))]
 
     def caches(self) -> list[ReportRow]:
-        """Return the rows of the bytes of real caches: per token if they grow by the same number for each."""
+        """Return the report rows of the bytes of key/value caches, measured after decoding. There is a row of the bytes
+        per token if both caches grow by the same number of bytes for each token.
+        """
         if not self._decodes:
             return []
         middle = self._prompt + self._new // 2
@@ -220,7 +227,9 @@ class _Parts:
         return [*rows, ReportRow.of_sizes(f"cache after {lengths[-1]} tokens", "bytes", *totals)]
 
     def times(self, batches: Sequence[int], rounds: int) -> list[ReportRow]:
-        """Return the rows of the times of calls, or of a prompt and of decoding for models that decode."""
+        """Return the report rows of times for each batch size. For models that decode with a cache, these are times of
+        a prompt and of one decoded token; otherwise, of a forward pass.
+        """
         if self._decodes:
             return [row for batch in batches for row in self._decoding_times(batch, rounds)]
         data, first, inputs = self._data, self._data.batches[0], {}
@@ -239,8 +248,8 @@ class _Parts:
         return rows
 
     def _decoding_times(self, batch: int, rounds: int) -> list[ReportRow]:
-        """Return the times of a prompt, and of decoding one token after it with a cache: the mean of several steps,
-        each time with a copy of the cache of the prompt.
+        """Return the report rows of the time of a prompt, and of the time to decode one token after it with a cache.
+        The latter is a mean over several decoding steps, which start from a copy of the prompt's cache.
         """
         prompt, new = self._prompt, self._new
         ids = self._data.tokens(batch, prompt + new)
@@ -259,7 +268,7 @@ class _Parts:
         return rows + time_rows(name, *common, run_steps, lambda model: deepcopy(caches[model]), rounds, new)
 
     def losses(self, loss: Loss | None) -> list[ReportRow]:
-        """Return the row of the loss, or of the cosine of outputs."""
+        """Return the report row of the loss; if `loss` is None, that of the cosine between both models' outputs."""
         documents = self._data.documents
         if loss is None:
             cosines = output_cosines(self._models, self._data)
@@ -278,8 +287,8 @@ class _Parts:
         return [row]
 
     def agreement(self) -> list[ReportRow]:
-        """Return the rows of the agreement of generated tokens, which end as the dense model's generation config and
-        the tokenizer state.
+        """Return the report rows of the agreement between the tokens that both models generate. Generation ends at the
+        end tokens that the dense model's generation configuration and the tokenizer state.
         """
         if not self._decodes:
             return []
@@ -302,8 +311,8 @@ class _Parts:
 def losses_of(
     models: Sequence[nn.Module], reference: nn.Module, loss: Loss, batches: Iterable[dict[str, Any]]
 ) -> list[list[float]]:
-    """Return the loss of each example under each model; NaN for an example without a loss. A loss that compares with
-    the unchanged model is compared with `reference`.
+    """Return a list of losses for each model, with one loss per example; NaN for an example without a loss. A loss that
+    is a distance from the unchanged model compares with the model `reference`.
     """
     losses: list[list[float]] = [[] for _ in models]
     for batch in batches:
@@ -316,8 +325,8 @@ def losses_of(
 
 @torch.no_grad()
 def output_cosines(models: ModelPair, data: ReportData) -> list[float]:
-    """Return the cosine of both models' outputs for each example: of their embeddings, the means of the last hidden
-    state over tokens that are not padding (Reimers and Gurevych 2019, section 3), or of outputs `(batch, width)`.
+    """Return, for each example, the cosine between the outputs of both models. An output is a tensor `(batch, width)`,
+    or the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych 2019, section 3).
     """
     cosines: list[float] = []
     for batch in data.batches:
@@ -329,7 +338,9 @@ def output_cosines(models: ModelPair, data: ReportData) -> list[float]:
 
 
 def _embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, "batch width"]:
-    """Return the embedding of each example."""
+    """Return one output vector per example: the output itself if it has one vector per example, otherwise the mean of
+    the last hidden state over tokens that are not padding.
+    """
     output = call_model(model, copied(batch))
     hidden = getattr(output, "last_hidden_state", output)
     if not isinstance(hidden, Tensor) or hidden.ndim not in (2, 3) or not hidden.is_floating_point():
@@ -349,9 +360,9 @@ def _embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, "batch
 def greedy_agreements(
     models: ModelPair, prompts: Sequence[Tensor], new_tokens: int, end_tokens: Collection[int]
 ) -> list[tuple[float, float]]:
-    """Return the agreement of two models on the continuation of each prompt: the share of the first model's tokens
-    before the first one that the second model does not generate, and the share that the second model ranks first too,
-    given the same tokens before them.
+    """Return two shares of the first model's generated tokens, for each prompt: those before the first token that the
+    second model would not generate, and those that the second model also ranks first, given the same tokens before
+    them.
 
     The first model continues a prompt by its most likely token, up to a number of tokens or an end token, which counts.
     The second model reads the same tokens one by one; as long as it ranks the same tokens first, it generates them.
@@ -375,8 +386,8 @@ def greedy_agreements(
 def _most_likely(
     model: nn.Module, ids: Int[Tensor, "batch tokens"], forced: Int[Tensor, "batch new"] | None, count: int
 ) -> Int[Tensor, "batch new"]:
-    """Return the most likely next token after prompts, and after each token that follows them: those in `forced`, or
-    the most likely tokens themselves.
+    """Return `count` most likely next tokens of a model for each prompt in `ids`. The tokens that follow the prompt are
+    those in `forced`; if this is None, the most likely tokens themselves (greedy decoding).
     """
     output: Any = decode(model, ids)
     tokens = [output.logits[:, -1].argmax(-1)]

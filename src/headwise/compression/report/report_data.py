@@ -36,7 +36,7 @@ SAME = 1e-3
 
 @dataclass(frozen=True)
 class ReportData:
-    """Held-out data as batches on the device of the models.
+    """Held-out data of a compression report, as batches on the device of the models.
 
     Attributes:
         batches: arguments of the models.
@@ -52,7 +52,7 @@ class ReportData:
 
     @staticmethod
     def of(dataset: Any, device: torch.device) -> "ReportData":
-        """Read a data set."""
+        """Return the batches, documents and token sequences of a data set, moved to a device."""
         batches = [to_device(batch, device) for batch in iterate_batches(dataset)]
         if not batches:
             raise InputError("dataset", expected="at least one batch", got="none")
@@ -62,8 +62,8 @@ class ReportData:
         return ReportData(batches, documents, is_texts, list(_sequences(batches)))
 
     def prompts(self, length: int, count: int) -> list[tuple[Tensor, int]]:
-        """Return the first tokens of some sequences, at most `length` of each, with the number of the document. Each
-        document has a sequence before any document has a second one.
+        """Return up to `count` prompts: the first tokens of a sequence, at most `length`, with the number of its
+        document. Each document supplies one sequence before any document supplies a second one.
         """
         seen: dict[int, int] = {}
         ranked = []
@@ -74,13 +74,15 @@ class ReportData:
         return [(self.sequences[index][:length], self.documents[index]) for _, index in sorted(ranked)[:count]]
 
     def tokens(self, examples: int, length: int) -> Int[Tensor, "examples length"]:
-        """Return token ids of the data as examples of one length; tokens repeat if there are too few."""
+        """Return token ids as `examples` sequences of `length` tokens, cut from the joined tokens of the data. The
+        tokens repeat if there are too few.
+        """
         ids = torch.cat(self.sequences)
         return ids.repeat(-(-examples * length // len(ids)))[: examples * length].view(examples, length)
 
     def call_inputs(self, examples: int, length: int) -> dict[str, Any]:
-        """Return arguments of the models with a number of examples: sequences of one length if the batches contain
-        nothing but tokens, otherwise examples of the first batch, which repeat if there are too few.
+        """Return model arguments for `examples` sequences of `length` tokens, if the batches contain nothing but
+        tokens. Otherwise return `examples` examples of the first batch, which repeat if there are too few.
         """
         first = self.batches[0]
         if not self.sequences:
@@ -91,8 +93,8 @@ class ReportData:
 
 @torch.no_grad()
 def has_examples_first(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Return True if the first axis of a batch's tensors has the examples: the output for the first example alone is
-    the first part of the output for the batch.
+    """Return True if the first axis of the tensors in a batch is that of examples. It is, if the model's output for the
+    first example alone equals the first part of its output for the batch.
     """
     try:
         together, alone = (
@@ -105,7 +107,9 @@ def has_examples_first(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def _sequences(batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
-    """Yield the token ids of each example without padding; nothing if the batches contain more than tokens."""
+    """Yield the token ids of each example without padding. Yield nothing if the batches have arguments other than token
+    ids and their padding mask.
+    """
     for batch in batches:
         ids = batch.get("input_ids", batch.get(POSITIONAL))
         is_ids = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
@@ -118,8 +122,8 @@ def _sequences(batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
 
 
 def decode(model: nn.Module, ids: Int[Tensor, "batch tokens"], cache: Any = None) -> Any:
-    """Run a causal model on new tokens and a cache of the tokens before, and return its output, whose logits may be
-    those of the last token alone.
+    """Run a causal model on new tokens, with a cache of the tokens before them, and return its output. If the model
+    supports it, logits are computed for the last token alone.
     """
     names = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
@@ -128,8 +132,8 @@ def decode(model: nn.Module, ids: Int[Tensor, "batch tokens"], cache: Any = None
 
 @torch.no_grad()
 def why_not_decoded(model: Any, ids: Int[Tensor, " tokens"] | None) -> str | None:
-    """Return the reason why a model cannot decode some token ids with a cache; None if it can. The ids are None if the
-    data contain none, or more than token ids.
+    """Return the reason, for display, why a model cannot decode tokens with a key/value cache; None if it can. The
+    model is tried on `ids`, which are None if the data are not token ids alone.
     """
     name = type(model).__name__
     if is_encoder_decoder(model):
@@ -146,8 +150,8 @@ def why_not_decoded(model: Any, ids: Int[Tensor, " tokens"] | None) -> str | Non
 
 @torch.no_grad()
 def cache_sizes(model: nn.Module, ids: Int[Tensor, "1 tokens"], lengths: tuple[int, ...]) -> list[int]:
-    """Return the bytes of the tensors in the cache of a model after several numbers of tokens, ascending: the first
-    tokens in one call, the others one by one.
+    """Return the bytes of a model's cache after each number of tokens in `lengths`, which ascend. The first
+    `lengths[0]` tokens are read in one call, and later ones are decoded one by one.
     """
     cache, sizes = decode(model, ids[:, : lengths[0]]).past_key_values, []
     for position in range(lengths[0], lengths[-1] + 1):
@@ -159,15 +163,17 @@ def cache_sizes(model: nn.Module, ids: Int[Tensor, "1 tokens"], lengths: tuple[i
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of all tensors in a cache, except single numbers such as a count of tokens. A tensor that the
-    cache contains twice counts once.
+    """Return the bytes of all tensors in a cache. Tensors without axes, such as a count of tokens, are ignored, and a
+    tensor that occurs twice counts once.
     """
     tensors = [each for each in _tensors(cache, set()) if each.ndim]
     return sum({(each.data_ptr(), each.shape, each.stride()): each.nbytes for each in tensors}.values())
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in an object: its items, and its attributes, except modules and configurations."""
+    """Yield all tensors in an object, at any depth: in its items if it is a collection, otherwise in its attributes.
+    Modules, classes and configurations are left out.
+    """
     if id(value) in seen:
         return
     seen.add(id(value))

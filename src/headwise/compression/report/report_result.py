@@ -30,7 +30,8 @@ COUNTS = (("billion", 1e9), ("million", 1e6), ("", 1.0))
 
 @dataclass(frozen=True)
 class ReportRow:
-    """A quantity of a dense and of a compressed model. Numbers that are not known are None.
+    """Row of a compression report: one quantity, measured for the dense and for the compressed model. Unknown numbers
+    are None.
 
     Attributes:
         quantity: name of the quantity.
@@ -62,15 +63,15 @@ class ReportRow:
 
     @staticmethod
     def of_sizes(quantity: str, unit: str, dense: float | int, compressed: float | int) -> "ReportRow":
-        """Return the row of a size, which is counted."""
+        """Return the report row of a size, such as a number of parameters or bytes, which has no error."""
         ratio = float(compressed / dense) if dense else None
         return ReportRow(quantity, SIZE, unit, float(dense), float(compressed), ratio)
 
     @staticmethod
     def of_times(quantity: str, dense: Sequence[float], compressed: Sequence[float]) -> "ReportRow":
-        """Return the row of a time, from the seconds of both models in the same rounds. The interval is that of the
-        sign test (Conover 1999, section 3.2), which assumes no distribution; it is exact for rounds that are
-        independent.
+        """Return the report row of a time, from the seconds of each model in the same rounds. The confidence interval
+        of the ratio is that of the sign test (Conover 1999, section 3.2). It assumes no distribution, and is exact for
+        independent rounds.
         """
         ratios = [after / before for before, after in zip(dense, compressed, strict=True)]
         interval = _scipy_stats().quantile_test(ratios, q=1.0, p=0.5).confidence_interval(0.95)
@@ -82,7 +83,9 @@ class ReportRow:
     def of_losses(
         quantity: str, dense: Sequence[float], compressed: Sequence[float], documents: Sequence[Hashable]
     ) -> "ReportRow":
-        """Return the row of a loss, from the losses of the same examples under both models."""
+        """Return the report row of a loss, from the losses of the same examples under the dense and the compressed
+        model. Standard errors are clustered by document.
+        """
         differences = [after - before for before, after in zip(dense, compressed, strict=True)]
         before, after, change = (MeanEstimate.of(each, documents) for each in (dense, compressed, differences))
         low, high = _interval(change)
@@ -100,7 +103,9 @@ class ReportRow:
 
     @staticmethod
     def of_agreement(quantity: str, unit: str, values: Sequence[float], documents: Sequence[Hashable]) -> "ReportRow":
-        """Return the row of an agreement with the dense model, from the share or cosine of each example."""
+        """Return the report row of a compressed model's agreement with the dense one, as the mean of a share or cosine
+        per example. The standard error is clustered by document.
+        """
         mean = MeanEstimate.of(values, documents)
         low, high = _interval(mean)
         least = 0.0 if unit == "share" else -1.0
@@ -111,8 +116,8 @@ class ReportRow:
         )
 
     def require_consistent(self) -> None:
-        """Raise `InputError` unless the fields of this quantity have their types and agree, such as an interval with
-        its center.
+        """Raise `InputError` if a field of this row has the wrong type or contradicts another one, such as an interval
+        that does not contain its number.
         """
         is_agreement = self.kind == AGREEMENT
         center = self.compressed if is_agreement else self.change
@@ -139,7 +144,9 @@ class ReportRow:
 
     @property
     def _has_change(self) -> bool:
-        """True if the change is a number where there is one, and of a size the ratio of its two numbers."""
+        """True if the field `change` fits the other fields: None for an agreement, the ratio of both numbers for a
+        size, and any number for a time or loss.
+        """
         if self.kind == AGREEMENT:
             return self.change is None
         if self.kind == SIZE and is_number(self.dense) and is_number(self.compressed):
@@ -148,12 +155,14 @@ class ReportRow:
 
     @property
     def is_faster(self) -> bool:
-        """True if the whole interval of a time's ratio is below 1."""
+        """True if the compressed model is significantly faster: the 95 % interval of the ratio of times is below 1."""
         return self.high is not None and self.high < 1.0
 
     @property
     def change_text(self) -> str:
-        """The change with its interval, for display."""
+        """Change from the dense to the compressed model with its confidence interval, as text for display; empty for an
+        agreement.
+        """
         if self.change is None:
             return ""
         if self.kind != LOSS:
@@ -162,7 +171,9 @@ class ReportRow:
 
     @property
     def texts(self) -> tuple[str, str, str, str, str]:
-        """Quantity, dense, compressed, change, and number of samples, for display."""
+        """Table cells of this row, as texts: quantity, value of the dense model, value of the compressed model, change,
+        and number of samples.
+        """
         if self.kind in (SIZE, TIME):
             assert self.dense is not None
             units = {"bytes": BYTES, "seconds": SECONDS}.get(self.unit, COUNTS)
@@ -186,12 +197,12 @@ class ReportRow:
         return self.quantity, "", f"{self.compressed:{style}}{error}{self._interval_text(style)}", "", samples
 
     def _interval_text(self, style: str) -> str:
-        """The interval in brackets; empty if there is none."""
+        """Confidence interval in brackets, as text for display; empty if the interval is unknown."""
         return "" if self.low is None or self.high is None else f" ({self.low:{style}} to {self.high:{style}})"
 
 
 def _known(value: float) -> float | None:
-    """Return a number, or None if it is NaN or infinite."""
+    """Return a number as float, or None if it is NaN or infinite."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -200,8 +211,8 @@ def _scipy_stats() -> Any:
 
 
 def _interval(mean: MeanEstimate) -> tuple[float | None, float | None]:
-    """Return the 95 % interval of a mean by Student's distribution; None if there is no standard error, or if one
-    document has so large a share of the examples that the interval has no end.
+    """Return the 95 % confidence interval of a mean, by Student's t distribution. Return None for both ends if the
+    standard error is unknown, or if too few degrees of freedom make the interval infinite.
     """
     if not math.isfinite(mean.sem):
         return None, None
@@ -210,7 +221,9 @@ def _interval(mean: MeanEstimate) -> tuple[float | None, float | None]:
 
 
 def _is_interval(low: Any, high: Any, center: Any) -> bool:
-    """Return True if an interval is known and contains its number, or is unknown."""
+    """Return True if `low` and `high` are the ends of an interval that contains `center`. Also return True if one or
+    both are None.
+    """
     if low is None or high is None:
         return all(each is None or is_number(each) for each in (low, high))
     if not all(map(is_number, (low, high, center))):
@@ -220,13 +233,14 @@ def _is_interval(low: Any, high: Any, center: Any) -> bool:
 
 
 def _error_text(sem: float | None, decimals: int) -> str:
-    """Return a standard error for display; empty if it is not known."""
+    """Return a standard error as text for display, such as " ± 0.01"; empty if it is None."""
     return "" if sem is None else f" ± {sem:.{decimals}f}"
 
 
 @dataclass(frozen=True)
 class CompressionReport(JsonResult):
-    """Quantities of a dense model and of a compressed one, measured together.
+    """Comparison of a dense and a compressed model: one row per quantity, such as a size, time or loss, measured in the
+    same run.
 
     `print(report)` prints them as a table, with what was not measured and which times did not become shorter.
 
@@ -244,7 +258,7 @@ class CompressionReport(JsonResult):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A sentence for each time of which the data do not show that it became shorter."""
+        """One sentence for each time that is not significantly shorter in the compressed model."""
         return tuple(
             f"no speed-up is shown for {row.quantity}: {row.change_text}"
             for row in self.rows
@@ -252,7 +266,7 @@ class CompressionReport(JsonResult):
         )
 
     def row(self, quantity: str) -> ReportRow:
-        """Return the row of a quantity.
+        """Return the row of the quantity with the name `quantity`.
 
         Raises:
             InputError: there is no such row.
@@ -278,14 +292,15 @@ class CompressionReport(JsonResult):
 
     @property
     def _title(self) -> str:
-        """Names of the models and where they ran."""
+        """Title of the report: names and data types of both models, and the device where they ran."""
         dense, compressed = self.metadata["dense"], self.metadata["compressed"]
         threads = f", {counted(self.metadata['threads'], 'thread')}" if dense["device"] == "cpu" else ""
         names, dtypes = (" and ".join(dict.fromkeys((dense[key], compressed[key]))) for key in ("name", "dtype"))
         return f"{names}: {dtypes} on {dense['device']}{threads}"
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row per quantity, in the units of the column `unit`.
+        """Return a pandas DataFrame with one row per quantity. The column `unit` states the unit of the numbers in a
+        row.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -293,8 +308,8 @@ class CompressionReport(JsonResult):
         return require("pandas", purpose="a table", extra="tables").DataFrame([asdict(row) for row in self.rows])
 
     def plot(self) -> "Figure":
-        """Draw the quantities of the compressed model relative to those of the dense one, with intervals, and return
-        the matplotlib figure. Notebooks display it; `figure.savefig("report.svg")` saves it.
+        """Draw each quantity of the compressed model relative to the dense model's, with confidence intervals, and
+        return the matplotlib figure. Notebooks display it; `figure.savefig("report.svg")` saves it.
 
         Raises:
             MissingExtra: matplotlib is not installed.
@@ -321,7 +336,9 @@ class CompressionReport(JsonResult):
         )
 
     def require_consistent(self) -> None:
-        """Raise `InputError` unless values have their types, and rows are different and consistent."""
+        """Raise `InputError` if a field has the wrong type, two rows have the same quantity, or a row contradicts
+        itself.
+        """
         names = [row.quantity for row in self.rows]
         models, in_title = [self.metadata.get(name) for name in ("dense", "compressed")], ("name", "dtype", "device")
         stated = [each.get(key) if isinstance(each, Mapping) else None for each in models for key in in_title]

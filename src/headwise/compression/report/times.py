@@ -33,9 +33,9 @@ def time_rows(
     rounds: int,
     steps: int = 1,
 ) -> list[ReportRow]:
-    """Return the rows of the times of `run(model, prepare(model))` for both models: of the run, and of the attention
-    modules of each model in it, whose paths are given. The preparation is not timed. The times are those of one of
-    several steps in a run.
+    """Time `run(model, prepare(model))` for a dense and a compressed model, and return report rows: of the whole run
+    and of its attention modules, whose paths are given per model. The preparation is not timed. The times are divided
+    by `steps`, the number of equal steps in a run.
     """
 
     def timed(model: nn.Module, of_model: Sequence[str]) -> Callable[[], dict[str, float]]:
@@ -54,8 +54,9 @@ def time_rows(
 def paired_times(
     calls: tuple[Callable[[], dict[str, float]], Callable[[], dict[str, float]]], rounds: int, steps: int = 1
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Time two models in turns, and return the seconds of each in every round, for everything that both calls time, one
-    of which is "total". The seconds are those of one of several steps in a run.
+    """Time two models in turns, and return the seconds of each model in each round, by the name of the timed part, such
+    as "total". Each of the `calls` runs one model and returns its seconds by part. They are divided by `steps`, the
+    number of equal steps in a call.
 
     Each round runs both, the dense model first in every second round, so that slow changes of the machine's speed do
     not favour one of them. Each model first runs twice without being counted, as a warm-up. The second of these runs
@@ -80,8 +81,8 @@ def run_times(
     run: Callable[[], Any],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Run a model, and return the seconds: "total" and, if there are attention modules, the sum "attention" over them.
-    No path of an attention module is inside of another one.
+    """Run a model, and return the seconds of the run as "total". If `paths` names attention modules, their summed
+    seconds are "attention". None of these modules may contain another one.
 
     On the CPU both are times of the clock. On an accelerator, the run is timed until the device has finished, and
     modules by events on the device, so that hooks do not wait for it.

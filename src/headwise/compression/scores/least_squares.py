@@ -57,11 +57,11 @@ from headwise.runs.fingerprint import identity_of
 
 
 class LeastSquaresScores:
-    """Scores of sets of heads: the mean squared error of a module's output y that removal of the heads adds if the
-    output projection is fitted again, by least squares, to y. The unit is the mean of `|y|^2`, about the
-    mean of y if the projection has a bias. The error is that on sequences left out of the fit, by cross-validation.
-    Means are weighted: the weight of a token is the mean squared derivative of what the model returns with respect to y
-    at this token, so that an error at a token that all others depend on counts as much as its effect.
+    """Pruning scores of sets of heads: the mean squared error of an attention module's output y after removal of the
+    heads, minus the error before. The output projection is fitted again to y by least squares, and the error is
+    measured on sequences left out of the fit. It is divided by the mean of `|y|^2` (about the mean of y if the
+    projection has a bias). Tokens are weighted by the mean squared derivative of the model's output with respect to y
+    at the token.
 
     State with `fitted` whether the projections will be fitted (`hw.prune` with calibration data) or keep their weights.
 
@@ -139,7 +139,9 @@ class LeastSquaresScores:
         self._known: dict[tuple[Any, ...], list[float]] = {}
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
-        """Return the score of each unit, a set of heads of one module, given that some heads were removed before."""
+        """Return the score of each unit, a set of heads of one module, in the model from which the heads `removed` are
+        already removed.
+        """
         module_of = {(row.layer, row.head): row.module for row in self.rows}
         scores: dict[tuple[Head, ...], float] = {}
         with progress_bar("least squares", len(self._modules), "layers") as bar:
@@ -153,8 +155,9 @@ class LeastSquaresScores:
         return [scores[unit] for unit in units]
 
     def candidates(self) -> list["LeastSquaresScores"]:
-        """Return these scores, and others of the same data between whose plans `choose` decides: least squares without
-        a fit, with the weights of tokens and with equal ones. Scores with a loss have no others.
+        """Return these scores and alternatives from the same data, by each of which `plan_pruning` makes a plan. The
+        alternatives do not fit the projections again; one weighs tokens by derivatives, and one equally. Scores with a
+        loss have no alternatives.
         """
         if self.is_comparable:
             return [self]
@@ -165,8 +168,9 @@ class LeastSquaresScores:
         return [self, unfitted, unweighted] if self._is_fitted else [self, unweighted]
 
     def choose(self, plans: Sequence[Sequence[PlannedModule]]) -> int:
-        """Return the number of the plan whose model differs least from the dense model on held-out sequences: those of
-        the last fold of the calibration data (see `folds_of`), whole documents with about a quarter of the tokens.
+        """Return the index of the pruning plan whose model differs least from the dense model on held-out sequences.
+        These are the last cross-validation fold of the calibration data (see `folds_of`): whole documents with about a
+        quarter of the tokens.
 
         The output projections of each model are fitted to the dense module on the other folds, or keep their weights if
         these scores are `fitted=False`. The difference is that of `distillation_loss`: for logits the Kullback-Leibler
@@ -197,7 +201,9 @@ class LeastSquaresScores:
         return errors.index(min(errors))
 
     def _change(self, changed: nn.Module, plan: Sequence[PlannedModule], held_out: int) -> None:
-        """Write the output projections of a plan into a copy of the model; columns of removed heads become 0."""
+        """Write the output projections that a pruning plan leads to into `changed`, a copy of the model. They are
+        fitted again without the fold `held_out`, or keep their weights; columns of removed heads become 0.
+        """
         for planned in plan:
             module, moments = self._modules[planned.module], self._moments[planned.module]
             original = self._model.get_submodule(module.output)
@@ -210,7 +216,9 @@ class LeastSquaresScores:
                 output_weight(changed, module)[:, columns_of_heads(module, sorted(removed))] = 0.0
 
     def _difference(self, changed: nn.Module, parts: Sequence[dict[str, Any]]) -> float:
-        """Return the difference of a changed model from the model, as a mean over tokens; infinity for NaN."""
+        """Return the distillation loss between the outputs of a changed model and of the original model, as a mean over
+        the tokens of all batches in `parts`. NaN is returned as infinity.
+        """
         total = tokens = 0.0
         for part in parts:
             new, old = (call_model(each, copied(part)) for each in (changed, self._model))
@@ -220,7 +228,9 @@ class LeastSquaresScores:
         return math.inf if math.isnan(total) else total / tokens
 
     def _of_module(self, path: str, units: Sequence[tuple[Head, ...]], removed: Sequence[int]) -> list[float]:
-        """Return the score of each unit of one module, given that some of its heads were removed before."""
+        """Return the score of each unit (set of heads) of the attention module at `path`, from which the heads
+        `removed` are already removed.
+        """
         module, moments = self._modules[path], self._moments[path]
         blocks = [columns_of_heads(module, [head for _, head in unit]) for unit in units]
         gone = columns_of_heads(module, removed)
@@ -239,7 +249,9 @@ class LeastSquaresScores:
 
 
 def _warn_of_first_plan(count: int, reason: str) -> None:
-    """Warn that the first of several plans is used, for a reason."""
+    """Warn that the first of several pruning plans is used, because their models could not be compared for the stated
+    reason.
+    """
     because = f"the difference of their models on held-out data is not known: {reason}"
     warnings.warn(f"the first of {count} plans is used, because {because}", stacklevel=4)
 
@@ -247,8 +259,9 @@ def _warn_of_first_plan(count: int, reason: str) -> None:
 def _dense_moments(
     model: nn.Module, modules: dict[str, HeadModule], batches: Sequence[dict[str, Any]], folds: Sequence[Sequence[int]]
 ) -> tuple[dict[str, FoldedMoments], dict[str, FoldedMoments]]:
-    """Return the moments of inputs and outputs of each module's output projection in the dense model: by fold with the
-    weights of tokens, and of all data with equal weights.
+    """Run the dense model, and return sums over tokens of the inputs and outputs of each module's output projection, by
+    path. The first dictionary has them by cross-validation fold, with weights of tokens; the second over all data, with
+    equal weights.
     """
     moments, unweighted = ({path: moments_of(model, module) for path, module in modules.items()} for _ in range(2))
     outputs = {path: module.output for path, module in modules.items()}

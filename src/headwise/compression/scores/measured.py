@@ -34,8 +34,8 @@ from headwise.runs.rows import MeanEstimate
 
 
 class MagnitudeScores:
-    """Scores of sets of heads: the Euclidean norm of all their weights. The weights of a key/value head count in equal
-    parts for the query heads that attend with it.
+    """Pruning scores of sets of heads by the size of their weights: the Euclidean norm of all weights of the heads. The
+    squared weights of a key/value head are divided equally among its query heads.
 
     Args:
         model: the model.
@@ -67,12 +67,14 @@ class MagnitudeScores:
             self._square_of = {(row.layer, row.head): float(squares[row.module][row.head]) for row in self.rows}
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
-        """Return the score of each unit, which does not depend on heads that were removed before."""
+        """Return the weight norm of each unit (set of heads). It does not depend on the heads `removed` already."""
         return [sum(self._square_of[head] for head in unit) ** 0.5 for unit in units]
 
 
 class _MeasuredScores:
-    """Scores of sets of heads by measurements on data. Its subclasses explain the arguments."""
+    """Base class of pruning scores that are measured on data, in the model without the heads that are removed
+    already.
+    """
 
     rounds: int | None = DEFAULT_ROUNDS
     is_comparable = True
@@ -93,8 +95,9 @@ class _MeasuredScores:
     def _means(
         self, removed: frozenset[Head], measure: Callable[[list[dict[str, Any]], Loss], Mapping[Any, MeanEstimate]]
     ) -> dict[Any, float]:
-        """Return the means over the examples of all batches, from the means that a function returns for one batch and
-        its loss while the outputs of the removed heads are zero. A mean over no example is left out.
+        """Measure each batch while the outputs of the heads `removed` are multiplied by 0, and return the mean of each
+        measured quantity over all examples. `measure` returns such means, by key, for one batch and its loss.
+        Quantities without an example are left out.
         """
         sums: dict[Any, float] = {}
         examples: dict[Any, int] = {}
@@ -108,9 +111,9 @@ class _MeasuredScores:
 
 
 class AblationScores(_MeasuredScores):
-    """Scores of sets of heads: the rise of the mean loss if the outputs of all heads of a set are multiplied by 0, in
-    the model without the heads that were removed before, in units of the loss (Michel, Levy and Neubig 2019, section
-    3.2).
+    """Pruning scores of sets of heads by ablation: the rise of the mean loss when the outputs of all heads in the set
+    are multiplied by 0 (Michel, Levy and Neubig 2019, section 3.2). It is measured in the model without the heads that
+    are removed already.
 
     Args:
         model: the model.
@@ -131,7 +134,9 @@ class AblationScores(_MeasuredScores):
     name = "ablation"
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
-        """Return the score of each unit, given that some heads were removed before."""
+        """Return the rise of the mean loss when each unit (set of heads) is ablated, in the model without the heads
+        `removed`.
+        """
         names = {str(number): unit for number, unit in enumerate(units)}
 
         def costs(batches: list[dict[str, Any]], loss: Loss) -> dict[str, MeanEstimate]:
@@ -143,9 +148,9 @@ class AblationScores(_MeasuredScores):
 
 
 class ImportanceScores(_MeasuredScores):
-    """Scores of sets of heads: the sum over heads of the mean absolute derivative of the loss with respect to the
-    head's gate (Michel, Levy and Neubig 2019, equation 5), in the model without the heads that were removed before, in
-    units of the loss.
+    """Pruning scores of sets of heads by gradients: the importance of a head is the mean absolute derivative of the
+    loss with respect to a gate that multiplies its output (Michel, Levy and Neubig 2019, equation 5). The score is the
+    sum over the heads of a set. It is measured in the model without the heads that are removed already.
 
     Args:
         model: the model.
@@ -170,7 +175,9 @@ class ImportanceScores(_MeasuredScores):
         super().__init__(model, dataset, loss, progress=progress)
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
-        """Return the score of each unit, given that some heads were removed before."""
+        """Return the summed gradient importance of the heads of each unit (set of heads), in the model without the
+        heads `removed`.
+        """
 
         def gradients(batches: list[dict[str, Any]], loss: Loss) -> dict[Head, MeanEstimate]:
             rows = importance(self._model, batches, loss).heads

@@ -29,10 +29,10 @@ def plan_by_name(
     rounds: int | None = None,
     progress: bool = False,
 ) -> PruningPlan:
-    """Score the heads of a model by scores of this name, one of `PRUNING_SCORES`, and choose those that remain. The
-    loss is for importance, ablation, and least squares under the constraint "free"; least squares scores heads for
-    output projections that will be `fitted`. The default of `rounds` is 1 for ablation, and otherwise that of
-    `plan_pruning`.
+    """Score the heads of a model by the method `name`, one of `PRUNING_SCORES`, and return a pruning plan. The loss is
+    used for importance, ablation, and least squares with the constraint "free". `fitted` states, for least squares,
+    that output projections will be fitted after pruning. By default, ablation scores the heads in one round, and other
+    methods as in `plan_pruning`.
     """
     require_scores(name, constraint, loss)
     if uses_loss(name, constraint):
@@ -52,13 +52,15 @@ def plan_by_name(
 
 
 def uses_loss(name: str, constraint: str) -> bool:
-    """Return True if scores depend on the loss: least squares needs it only to compare heads of different layers."""
+    """Return True if the pruning scores with this name are computed from a loss. Least squares uses one only with the
+    constraint "free", under which heads of different layers compete.
+    """
     return constraint == "free" if name == "least-squares" else name != "magnitude"
 
 
 def require_scores(name: str, constraint: str, loss: Any) -> None:
-    """Raise `InputError` if scores cannot be computed with a loss: the distance from the model's own embeddings is 0 in
-    the unchanged model, and so is its gradient.
+    """Raise `InputError` if the pruning scores with this name need gradients of a loss that has none. This is a
+    distance from the unchanged model, whose gradient is 0 in that model.
     """
     require_one_of("scores", name, PRUNING_SCORES)
     require_one_of("constraint", constraint, CONSTRAINTS)

@@ -52,9 +52,9 @@ def localize(
     model: nn.Module, dataset: Any, budget: float = 0.01, *, window: int = 512, first: int = 4,
     loss: Loss = next_token_loss, progress: bool = False,
 ) -> StreamingHeads:  # fmt: skip
-    """Find the key/value heads of a decoder that need only the first tokens and a window of recent ones: streaming
-    heads (Xiao et al. 2024, StreamingLLM, arXiv:2309.17453; Xiao et al. 2024, DuoAttention, arXiv:2410.10819). As many
-    become streaming heads as the budget allows. The model is not changed.
+    """Find streaming heads of a decoder: key/value heads that need to attend only to the first tokens and a window of
+    recent ones (Xiao et al. 2024, StreamingLLM, arXiv:2309.17453; Xiao et al. 2024, DuoAttention, arXiv:2410.10819).
+    Choose as many as raise the loss by at most the relative `budget`. The model is not changed.
 
     The heads are ranked by gradients of the loss, in one run forwards and backwards. Their number is chosen by the
     measured loss, in at most `log2(key/value heads) + 2` runs. Every second document of `Texts` (otherwise every second
@@ -117,7 +117,9 @@ def localize(
         with torch.no_grad():
 
             def measured(part: Sequence[Batch], restricted_modules: Sequence[LocalizedModule]) -> float:
-                """Return the mean loss over texts, with the streaming heads of some modules."""
+                """Return the mean loss of the model over the texts in `part`, while the streaming heads of
+                `restricted_modules` attend to the first tokens and a window only.
+                """
                 shown_bar = progress_bar("loss", len(part), "batches")
                 with restricted(model, tuple(restricted_modules), window, first), shown_bar as bar:
                     of_batches = [finite_loss_per_example(loss, model, batch) for batch in bar.track(part, step=1)]
@@ -139,7 +141,9 @@ def localize(
 
 
 def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
-    """Return the attention modules of a decoder, whose heads attend to all tokens, or to the model's own window."""
+    """Return a description of each self-attention module of a decoder, from runs on a few tokens of a batch. Raise
+    `InputError` if the attention or cache of the model cannot be restricted to streaming heads.
+    """
     cache = require("transformers", purpose="a cache", extra="hf").DynamicCache(config=model.config)
     short = {"input_ids": batch["input_ids"][:1, :4], "use_cache": False}
     rows = scored_heads(model, short)
@@ -167,7 +171,8 @@ def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
 
 
 class _ModuleReader(ModuleAttention):
-    """Attention of one module, computed as the model does, from which the sizes of the module are read.
+    """Interceptor of one attention module that computes attention unchanged, and reads the module's numbers of heads,
+    widths and dtype from the call.
 
     Attributes:
         found: the module.
@@ -180,7 +185,9 @@ class _ModuleReader(ModuleAttention):
         self._layers, self._model = layers, model
 
     def compute(self, call: HFCall) -> Tensor:
-        """Read the sizes of a call, and return its output."""
+        """Store the sizes of the module in `found`, and return the unchanged attention output. Raise `InputError` if
+        attention is not causal or not cached.
+        """
         call.require_readable()
         if _sees_later_keys(call):
             got = f"{self._model} with bidirectional attention in {self.path}"
@@ -206,7 +213,7 @@ class _ModuleReader(ModuleAttention):
 
 
 def _sees_later_keys(call: HFCall) -> bool:
-    """Return True if the first query of a call attends to the last key, of several."""
+    """Return True if the first query attends to the last of several keys, so that attention is not causal."""
     if call.q.shape[2] == 1:
         return False
     if call.mask is None:
@@ -219,8 +226,9 @@ def _sees_later_keys(call: HFCall) -> bool:
 def _within_budget(
     modules: tuple[LocalizedModule, ...], budget: float, measure: Callable[[Sequence[LocalizedModule]], float]
 ) -> tuple[tuple[LocalizedModule, ...], tuple[float, float]]:
-    """Return modules with the largest number of streaming heads, by bisection, whose loss is within the budget, and the
-    losses before and after.
+    """Find the largest number of streaming heads whose loss exceeds that of the unchanged model by at most the relative
+    `budget`, by bisection. Heads with low scores are chosen first. Return the modules with these heads, and the losses
+    without and with them.
     """
     order = sorted((score, module.layer, head) for module in modules for head, score in enumerate(module.scores))
     before = measure(())
@@ -240,7 +248,9 @@ def _within_budget(
 def _with_streaming(
     modules: Sequence[LocalizedModule], heads: Sequence[tuple[float, int, int]]
 ) -> tuple[LocalizedModule, ...]:
-    """Return modules with these streaming heads, listed as score, layer and number."""
+    """Return copies of the modules whose streaming heads are exactly those in `heads`, each stated as score, layer and
+    number of the key/value head.
+    """
     chosen = {(layer, head) for _, layer, head in heads}
     return tuple(
         replace(module, streaming=tuple(head for head in range(module.num_kv_heads) if (module.layer, head) in chosen))
@@ -249,8 +259,8 @@ def _with_streaming(
 
 
 def divided(batches: Sequence[Batch], documents: Sequence[int] | None, tokens: int) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches for the choice of heads, and those for the report of the loss. Some text of each part must
-    have more tokens than `tokens`.
+    """Divide texts into two parts: batches by which streaming heads are chosen, and batches on which their loss is
+    reported. Raise `InputError` unless each part has a text with more than `tokens` tokens.
 
     The texts of every second document are for the choice. If the documents are None, each batch counts as a document
     or, of a single batch, each text. Equal texts count as texts of one document. If there is one document only, both
@@ -287,7 +297,7 @@ def divided(batches: Sequence[Batch], documents: Sequence[int] | None, tokens: i
 
 
 def _texts(batches: Sequence[Batch]) -> Iterator[tuple[int, ...]]:
-    """Yield the tokens of each text, without padding."""
+    """Yield the token ids of each text in the batches, without padding."""
     for batch in batches:
         ids = batch["input_ids"]
         is_real = batch.get("attention_mask", torch.ones_like(ids)).bool()
@@ -296,7 +306,8 @@ def _texts(batches: Sequence[Batch]) -> Iterator[tuple[int, ...]]:
 
 
 class WindowEffects(ModuleAttention):
-    """Attention of one module, computed as the model does, by which each key/value head is measured.
+    """Interceptor of one attention module that computes attention unchanged. It measures, for each key/value head, the
+    estimated effect on the loss if the head attended only to the first tokens and a window.
 
     With g_t the derivative of the loss with respect to the outputs of the query heads at token t, and e_t the change of
     these outputs if the head sees only its window, the score is the sum of `(g_t . e_t)^2` over all tokens. This is the
@@ -318,7 +329,9 @@ class WindowEffects(ModuleAttention):
         self.is_recomputed = False
 
     def compute(self, call: HFCall) -> Tensor:
-        """Compute a call as the model does, and let the gradient of its output add to the scores."""
+        """Return the unchanged attention output. Register a hook for the backward pass, which adds the effects of this
+        call to the scores.
+        """
         require_followed(call, self.path)
         out: Tensor = call.run()[0]
         if not out.requires_grad:
@@ -338,8 +351,9 @@ class WindowEffects(ModuleAttention):
 
     @torch.no_grad()
     def _change(self, call: HFCall, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the change of head outputs `(batch, heads, queries, value_dim)`, the sum of the shares of attention
-        outside of the window for each key/value head, and a mask `(batch, queries)` of the queries with such keys.
+        """Compare full attention with attention to the first tokens and the window. Return the change of head outputs
+        `(batch, heads, queries, value_dim)`, and the summed attention weights outside of the window for each key/value
+        head. Also return a mask `(batch, queries)`, True for queries with keys outside.
         """
         batch, _, queries, _ = call.q.shape
         positions = self._reader.read(self.path, call).positions
@@ -364,7 +378,7 @@ class WindowEffects(ModuleAttention):
 
 
 def _by_kv_head(values: Tensor, module: LocalizedModule) -> Float[Tensor, "batch kv_heads queries"]:
-    """Return the sum of values `(batch, heads, queries)` over the query heads of each key/value head."""
+    """Return values `(batch, heads, queries)`, summed over the query heads that share each key/value head."""
     batch, _, queries = values.shape
     return values.reshape(batch, module.num_kv_heads, -1, queries).sum(2)
 
@@ -373,7 +387,9 @@ def measure_effects(
     model: nn.Module, modules: Sequence[LocalizedModule], width: int, first: int, batches: Sequence[dict[str, Any]],
     loss: Loss,
 ) -> dict[str, WindowEffects]:  # fmt: skip
-    """Run a model forwards and backwards on batches, and return the effects in each module, by path."""
+    """Run a model forwards and backwards on batches. Return, by module path, the measured effects of restricting each
+    key/value head to the first tokens and a window of `width` tokens.
+    """
     reader = PositionReader()
     effects = {module.module: WindowEffects(module, width, first, reader) for module in modules}
     bar = progress_bar("window effects", len(batches), "batches")
@@ -394,8 +410,8 @@ def measure_effects(
 
 @contextmanager
 def _checkpointed(model: nn.Module, sites: Sequence[str]) -> Iterator[None]:
-    """Let the layers around attention modules store only their inputs for the backward pass, and compute the rest again
-    (Chen et al. 2016, arXiv:1604.06174).
+    """While the context is open, the layers that contain the modules at `sites` use activation checkpointing: they
+    store only their inputs, and are computed again in the backward pass (Chen et al. 2016, arXiv:1604.06174).
     """
     modules: Mapping[str, nn.Module] = dict(model.named_modules())
     with ExitStack() as stack:

@@ -27,7 +27,8 @@ TENSOR_OPTIONS = ("position_ids", "cache_position", "s_aux")
 
 @dataclass(frozen=True)
 class LocalizedModule:
-    """Attention module of a decoder, and its streaming heads.
+    """Attention module of a decoder, with the key/value heads that are streaming heads: they attend to the first tokens
+    and a window of recent ones only.
 
     Attributes:
         layer: number of the module's layer in the cache of `transformers`.
@@ -61,7 +62,9 @@ class LocalizedModule:
             raise ValueError(f"{self.dtype} is no dtype")
 
     def require_consistent(self) -> None:
-        """Raise `InputError` unless values have their types and fit each other."""
+        """Raise `InputError` if a field has the wrong type or contradicts another one, such as a streaming head that
+        the module does not have.
+        """
         lists = [len(each) in (0, self.num_kv_heads) for each in (self.outside, self.scores)]
         are_numbers = is_whole(self.num_heads, 1) and is_whole(self.num_kv_heads, 1)
         is_multiple = are_numbers and self.num_heads % self.num_kv_heads == 0
@@ -85,23 +88,23 @@ class LocalizedModule:
 
     @property
     def full(self) -> tuple[int, ...]:
-        """Key/value heads that are not streaming heads."""
+        """Key/value heads of the module that attend to all tokens: those that are not streaming heads."""
         return tuple(head for head in range(self.num_kv_heads) if head not in self.streaming)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Dtype of keys and values, as torch names it."""
+        """Dtype of keys and values as a `torch.dtype`."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     def query_heads(self, kv_heads: tuple[int, ...]) -> list[int]:
-        """Return the query heads that attend with key/value heads."""
+        """Return the numbers of the query heads that share the key/value heads `kv_heads`."""
         group = self.num_heads // self.num_kv_heads
         return [head * group + member for head in kv_heads for member in range(group)]
 
 
 class TokenPositions(NamedTuple):
-    """Positions of the keys of an attention call. The last tokens are those of the queries.
+    """Position of each key in its sequence, for one attention call. The queries belong to the last tokens.
 
     Attributes:
         tokens: number of keys that belong to tokens. Later keys are unused slots of a static cache.
@@ -113,7 +116,7 @@ class TokenPositions(NamedTuple):
 
 
 class PositionReader:
-    """Reader of the masks of attention calls, which reads a mask that several layers share once."""
+    """Reader of token positions from the masks of attention calls. A mask that several layers share is read once."""
 
     def __init__(self) -> None:
         self._mask: Any = lambda: None
@@ -121,7 +124,9 @@ class PositionReader:
         self._last = TokenPositions(0, None)
 
     def read(self, path: str, call: HFCall) -> TokenPositions:
-        """Return the positions of the keys of a call of the module at `path`."""
+        """Return the positions of the keys in an attention call of the module at `path`. Raise `InputError` if its mask
+        is not causal, apart from padding.
+        """
         mask, queries, keys = call.mask, call.q.shape[2], call.k.shape[2]
         if mask is None:
             if queries == 1:
@@ -138,12 +143,16 @@ class PositionReader:
 
 
 def _refusal(path: str, got: str) -> InputError:
-    """Return the error for a mask from which positions cannot be read."""
+    """Return the error for an attention mask that is not causal, so that token positions cannot be read from it. `got`
+    describes the mask.
+    """
     return InputError("model", expected=f"causal attention to all tokens that are not padding in {path}", got=got)
 
 
 def _positions_in(path: str, mask: Tensor, queries: int, keys: int) -> TokenPositions:
-    """Return the positions of the keys from a mask."""
+    """Return the positions of the keys that a causal attention mask with padding implies: they count the tokens of a
+    sequence without padding. Raise `InputError` for other masks.
+    """
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != keys or mask.shape[2] != queries:
         raise _refusal(path, f"a mask of shape {tuple(mask.shape)}")
     visible = mask[:, 0]
@@ -172,14 +181,14 @@ def _positions_in(path: str, mask: Tensor, queries: int, keys: int) -> TokenPosi
 
 
 def streaming_mask(width: int, first: int) -> Mask:
-    """Return the mask of a streaming head: the query at position p attends to the keys `{0, ..., first - 1}` and
-    `{p - width + 1, ..., p}`, as far as they are not after p.
+    """Return the mask of a streaming head. The query at position p attends to the keys `{0, ..., first - 1}` and
+    `{p - width + 1, ..., p}`, but never to keys after p.
     """
     return causal() & (window(width) | prefix(first)) if first else window(width)
 
 
 class HeadKeys(NamedTuple):
-    """Keys and values of some heads for one call.
+    """Keys and values that some of a module's heads attend to in one call.
 
     Attributes:
         keys: the keys.
@@ -195,8 +204,8 @@ class HeadKeys(NamedTuple):
 
 
 def attend_to(keys: HeadKeys, call: HFCall, heads: list[int] | slice, mask: Mask, *, return_lse: bool = False) -> Any:
-    """Compute attention of some query heads of a call to keys and values of their own, the last of which are those of
-    the queries, by a mask of positions and with the options of the call.
+    """Compute attention of the query heads `heads` of a call to the keys and values in `keys`, with the score options
+    of the call. The last keys belong to the queries. The mask is applied by position.
     """
     q, positions, options = call.q[:, heads], keys.positions, call.score_options
     if options["sinks"] is not None:
@@ -214,7 +223,9 @@ def attend_to(keys: HeadKeys, call: HFCall, heads: list[int] | slice, mask: Mask
 
 
 def require_followed(call: HFCall, path: str) -> None:
-    """Raise `InputError` if a call of the module at `path` has options that streaming heads cannot follow."""
+    """Raise `InputError` if an attention call of the module at `path` has options that streaming heads do not
+    support.
+    """
     call.require_readable()
     unknown = {name for name, value in call.options.items() if isinstance(value, Tensor)}.difference(TENSOR_OPTIONS)
     unknown |= {name for name in ("sliding_window", "cache") if call.options.get(name) is not None}
@@ -224,7 +235,8 @@ def require_followed(call: HFCall, path: str) -> None:
 
 
 class StreamingAttention(ModuleAttention):
-    """Attention of one module with streaming heads.
+    """Interceptor of one attention module whose streaming heads attend to the first tokens and a window only, and whose
+    other heads attend to all tokens.
 
     Attributes:
         restriction: the heads, the window and the first tokens, which a cache compares with its own.
@@ -239,12 +251,15 @@ class StreamingAttention(ModuleAttention):
         self._mask = streaming_mask(width, first)
 
     def on_start(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: forget the layer of a cache of an earlier call that was interrupted."""
+        """Forward pre-hook. It discards the reference to a cache layer that an earlier, interrupted call left."""
         super().on_start(module, args)
         self.cache_layer = None
 
     def compute(self, call: HFCall) -> Tensor:
-        """Compute a call, and return its output `(batch, queries, heads, value_dim)`."""
+        """Compute attention of full and streaming heads separately, and return the output
+        `(batch, queries, heads, value_dim)`. Keys and values come from the call or, with a streaming cache, from the
+        cache.
+        """
         require_followed(call, self.path)
         module = self._module
         batch, heads, queries, _ = call.q.shape
@@ -273,7 +288,9 @@ class StreamingAttention(ModuleAttention):
 def restricted(
     model: nn.Module, modules: tuple[LocalizedModule, ...], width: int, first: int
 ) -> AbstractContextManager[None]:
-    """Return a context in which the streaming heads of a model attend to the first tokens and a window only."""
+    """Return a context manager within which the streaming heads of a model attend to the first `first` tokens and a
+    window of `width` tokens only.
+    """
     reader = PositionReader()
     return computing(
         model, [StreamingAttention(module, width, first, reader) for module in modules if module.streaming]

@@ -21,8 +21,8 @@ from headwise.shapes import Int
 
 
 def streaming_cache(model: Any, modules: tuple[LocalizedModule, ...], window: int, first: int) -> Any:
-    """Return an empty cache of `transformers` for a model, in which the layers with streaming heads are
-    `StreamingLayer` objects.
+    """Return an empty `transformers` cache for a model. Layers with streaming heads store, for these heads, the keys
+    and values of the first tokens and a window only.
     """
     cache_class, layer_class = _classes()
     made = cache_class([module.layer for module in modules], model.config)
@@ -34,14 +34,14 @@ def streaming_cache(model: Any, modules: tuple[LocalizedModule, ...], window: in
 
 @cache
 def _classes() -> tuple[Any, Any]:
-    """Return the classes of a cache and of its layers. They are made when they are first needed, since `transformers`
-    is optional.
+    """Return the class of the cache and the class of its layers with streaming heads. They derive from classes of
+    `transformers`, which is optional, so they are created at the first call.
     """
     library = require("transformers.cache_utils", purpose="a cache", extra="hf")
 
     class StreamingCache(library.DynamicCache):  # type: ignore[name-defined,misc]
-        """Cache of `transformers` whose layers may have streaming heads. The numbers of the layers that store keys and
-        values are in the order in which they run.
+        """`transformers` cache in which some layers have streaming heads. `attention_layers` lists the numbers of the
+        layers that store keys and values, in the order in which they run.
         """
 
         def __init__(self, attention_layers: list[int], config: Any) -> None:
@@ -49,7 +49,9 @@ def _classes() -> tuple[Any, Any]:
             self.attention_layers = attention_layers
 
         def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-            """Store keys and values of new tokens of a layer, as `DynamicCache` does."""
+            """Add keys and values of new tokens to a layer, as `DynamicCache` does. Raise `InputError` if the previous
+            forward pass was interrupted before all layers stored its tokens.
+            """
             if layer_idx == self.attention_layers[0]:
                 layers = [self.layers[layer] for layer in self.attention_layers]
                 is_waiting = any(getattr(layer, "is_waiting", False) for layer in layers)
@@ -59,14 +61,15 @@ def _classes() -> tuple[Any, Any]:
             return super().update(keys, values, layer_idx, *args, **kwargs)
 
     class StreamingLayer(StreamingStorage, library.DynamicLayer):  # type: ignore[name-defined,misc]
-        """Layer of a cache of `transformers` with streaming heads."""
+        """Layer of a `transformers` cache that stores fewer keys and values for streaming heads than for others."""
 
     return StreamingCache, StreamingLayer
 
 
 class StreamingStorage:
-    """Keys and values of one layer, divided by head. `update` returns tensors without content, which stand for all keys
-    and values; the attention of the module then calls `join`.
+    """Keys and values of one layer: of all tokens for full heads, and of the first tokens and a window for streaming
+    heads. `update` returns placeholder tensors in the shape of all keys and values. The module's attention then calls
+    `join` to store the new ones and to get those of each kind of head.
 
     Attributes:
         keys, values: those of the heads that attend to all tokens `(batch, full heads, tokens, ...)`; None at first.
@@ -85,7 +88,7 @@ class StreamingStorage:
         self.reset()
 
     def reset(self) -> None:
-        """Remove all keys and values."""
+        """Remove all stored keys and values, so that the layer is empty."""
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.window_keys: Tensor | None = None
@@ -105,11 +108,13 @@ class StreamingStorage:
 
     @property
     def is_waiting(self) -> bool:
-        """True from `update` until `join` has stored the new keys and values."""
+        """True if `update` received keys and values that `join` has not stored yet."""
         return self._pending is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values of new tokens until the attention of the module reads them."""
+        """Hold keys and values of new tokens until `join` stores them. Return placeholder tensors in the shape of all
+        keys and values.
+        """
         owner = self._owner()
         attention: Any = None if owner is None else module_attentions.get(owner)
         if getattr(attention, "restriction", None) != (self.module, self._window, self._first):
@@ -127,22 +132,24 @@ class StreamingStorage:
         return self._placeholders
 
     def _placeholder(self, states: Tensor) -> Tensor:
-        """Return a tensor with the shape of all keys or values and no memory for them. All its numbers are NaN, so that
-        a computation with it cannot pass unnoticed.
+        """Return a tensor in the shape of all keys or values that takes no memory for them. All its elements are NaN,
+        so that a computation with it is noticed.
         """
         shape = (*states.shape[:2], self._tokens, states.shape[3])
         return states.new_full((), float("nan")).expand(shape)
 
     def require_returned(self, keys: Tensor, values: Tensor) -> None:
-        """Raise `InputError` unless keys and values are the tensors that the last `update` returned."""
+        """Raise `InputError` unless the keys and values of an attention call are the placeholder tensors that the last
+        `update` returned.
+        """
         if self._placeholders is None or keys is not self._placeholders[0] or values is not self._placeholders[1]:
             expected = f"attention to the keys and values of the cache, unchanged, in {self.module.module}"
             raise InputError("model", expected=expected, got="other ones")
 
     def join(self, tokens: TokenPositions) -> tuple[HeadKeys | None, HeadKeys]:
-        """Store the new keys and values, and return those of the heads that attend to all tokens (None if all are
-        streaming heads), and of the streaming heads, for the queries of the new tokens. The positions are of all tokens
-        of the text so far.
+        """Store the new keys and values from `update`. Return the keys and values that the new queries attend to: first
+        those of full heads (None if the layer has none), then those of streaming heads. `tokens` has the positions of
+        all tokens so far.
         """
         if self._pending is None or self._placeholders is None:
             raise InputError("model", expected="one reading of the cache in each call", got=self.module.module)
@@ -170,8 +177,8 @@ class StreamingStorage:
         return full, HeadKeys(keys, values, None if is_plain else slots, new == 1 and is_plain)
 
     def _set_starts(self, positions: Tensor | None, before: int) -> None:
-        """Store the slot of each sequence's first token, from positions of all tokens, of which `before` were stored
-        earlier.
+        """Store the index at which each sequence begins after its padding, derived from the positions of all tokens.
+        Raise `InputError` if padding is on the right, or differs from that of the `before` earlier tokens.
         """
         starts = None
         if positions is not None:
@@ -186,7 +193,9 @@ class StreamingStorage:
         self._starts = starts
 
     def _slot_positions(self, tokens: int) -> Int[Tensor, "#batch slots"]:
-        """Return the position of each slot of a streaming head after so many tokens, -1 for padding and empty slots."""
+        """Return the position of the token in each slot of a streaming head after `tokens` tokens; -1 for padding and
+        empty slots. A slot is a place for one key and value.
+        """
         if tokens <= self._first + self._window:
             return self._relative(torch.arange(tokens, device=self.device))
         first = torch.arange(self._first, device=self.device)[None]
@@ -196,11 +205,15 @@ class StreamingStorage:
         return torch.cat([first, in_window], 1)
 
     def _relative(self, tokens: Int[Tensor, " tokens"]) -> Int[Tensor, "#batch tokens"]:
-        """Return positions in the sequences from numbers of tokens in the batch."""
+        """Return the positions of tokens in each sequence, counted without padding, from their indices in the padded
+        batch; -1 for padding.
+        """
         return tokens[None] if self._starts is None else (tokens - self._starts).clamp(min=-1)
 
     def _trimmed(self, positions: Int[Tensor, "#batch slots"], states: Tensor) -> Tensor:
-        """Return keys or values of streaming heads without those that no later query sees, in memory of their own."""
+        """Return the keys or values of streaming heads without those that no later query can attend to. Only the first
+        tokens and the window remain.
+        """
         if self._tokens <= self._first + self._window:
             return states
         older, window = states[:, :, : -self._window], states[:, :, -self._window :]
@@ -211,54 +224,60 @@ class StreamingStorage:
         return torch.cat([older.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3])), window], 2)
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens of the text so far."""
+        """Return the number of tokens that the cache has received, including those that streaming heads no longer
+        store.
+        """
         return self._tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of tokens including new ones, which the mask covers, and the number of the first one: 0."""
+        """Return the length and the offset of the keys that a mask covers in the next call: all tokens including the
+        `query_length` new ones, and 0.
+        """
         return self._tokens + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select the sequences with which a beam search continues."""
+        """Replace each sequence by the one at its index in `beam_idx`, with which a beam search continues."""
         self._map_sequences(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
+        """Repeat each sequence of the batch `repeats` times, one copy after the other."""
         self._map_sequences(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select sequences."""
+        """Keep only the sequences of the batch at `indices`, in this order."""
         self._map_sequences(lambda tensor: tensor[indices.to(tensor.device)])
 
     def _map_sequences(self, function: Any) -> None:
-        """Apply a function to each tensor that has an axis of sequences."""
+        """Replace each stored tensor whose first axis is the batch by the result of `function`."""
         for name in ("keys", "values", "window_keys", "window_values", "_starts"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, function(tensor))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to remove tokens: streaming heads no longer have the keys that would be in the window then."""
+        """Raise `InputError` if tokens would be removed from the cache: streaming heads no longer store the earlier
+        keys that would be in the window again.
+        """
         if tokens_to_remove:
             raise InputError("past_key_values", expected="a cache that is not cropped", got="one with streaming heads")
 
     def offload(self) -> None:
-        """Refuse to move keys and values to another device."""
+        """Raise `InputError`: a cache with streaming heads cannot be moved to another device."""
         raise InputError("past_key_values", expected="a cache without offloading", got="one with streaming heads")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all stored keys and values."""
+        """Number of bytes of all stored keys and values."""
         tensors = (self.keys, self.values, self.window_keys, self.window_values)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _right_padding() -> InputError:
-    """Return the error for padding after the tokens of a sequence."""
+    """Return the error for a batch in which padding follows the tokens of a sequence."""
     remedy = "pad on the left"
     return InputError("attention_mask", expected="no padding on the right", got="some", remedy=remedy)
 
 
 def _joined(before: Tensor | None, new: Tensor) -> Tensor:
-    """Return keys or values of earlier and new tokens."""
+    """Return the keys (or values) of earlier tokens, if any, followed by those of new tokens."""
     return new if before is None else torch.cat([before, new], 2)

@@ -22,7 +22,7 @@ from headwise.wording import counted
 
 
 class CacheBytes(NamedTuple):
-    """Bytes of the keys and values in a cache.
+    """Bytes of the keys and values in a cache, with and without streaming heads.
 
     Attributes:
         dense: bytes without streaming heads.
@@ -36,13 +36,14 @@ class CacheBytes(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Share of the bytes that streaming heads save."""
+        """Share of the bytes of a full cache that streaming heads save, from 0 to 1."""
         return 1.0 - self.streaming / self.dense
 
 
 @dataclass(frozen=True)
 class StreamingHeads(JsonResult):
-    """Streaming heads of a model, as `hw.localize` finds them.
+    """Result of `hw.localize`: the streaming heads of a model, which attend to the first tokens and a window only, and
+    the losses with and without this restriction.
 
     Attributes:
         modules: the attention modules, in the order of the model.
@@ -73,7 +74,7 @@ class StreamingHeads(JsonResult):
     weights: tuple[float, ...] = ()
 
     def require_consistent(self) -> None:
-        """Raise `InputError` unless values have their types, and modules are distinct and consistent."""
+        """Raise `InputError` if a field has the wrong type, modules repeat, or a module contradicts itself."""
         paths = [module.module for module in self.modules]
         layers = [module.layer for module in self.modules]
         losses = (*self.selection_losses, *self.losses)
@@ -99,24 +100,26 @@ class StreamingHeads(JsonResult):
 
     @property
     def kv_heads(self) -> int:
-        """Number of key/value heads."""
+        """Number of key/value heads in all modules."""
         return sum(module.num_kv_heads for module in self.modules)
 
     @property
     def streaming_kv_heads(self) -> int:
-        """Number of key/value heads that are streaming heads."""
+        """Number of streaming key/value heads in all modules."""
         return sum(len(module.streaming) for module in self.modules)
 
     @property
     def loss_rise(self) -> float:
-        """Relative rise of the loss, after divided by before, minus 1."""
+        """Relative rise of the loss due to the streaming heads: the loss with them, divided by the loss without them,
+        minus 1.
+        """
         return self.losses[1] / self.losses[0] - 1.0
 
     def running(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the streaming heads of a model attend to the first tokens and the window only. With
-        the cache of `cache`, their other keys and values are not stored; with another cache, or without one, the
-        outputs are the same. All code runs as without `torch.compile`, since code compiled earlier would ignore the
-        restriction.
+        """Return a context manager within which the streaming heads of a model attend to the first tokens and the
+        window only. With the cache of the method `cache`, their other keys and values are not stored. The outputs are
+        the same with another cache or without one. `torch.compile` is disabled within, since code compiled earlier
+        would ignore the restriction.
 
         Args:
             model: the model of these heads, with the attention implementation "sdpa" or "eager".
@@ -134,7 +137,8 @@ class StreamingHeads(JsonResult):
         return restricted(model, self.modules, self.window, self.first)
 
     def cache(self, model: nn.Module) -> Any:
-        """Return an empty cache of `transformers` that stores for streaming heads only the first tokens and the window.
+        """Return an empty `transformers` cache for a model. For streaming heads, it stores the keys and values of the
+        first tokens and the window only.
 
         Use it inside of `running`, once per text, as you would use `DynamicCache`. It supports batches with padding on
         the left, chunks, and beam search; it cannot be cropped, which assisted generation would do. After a call that
@@ -147,8 +151,9 @@ class StreamingHeads(JsonResult):
         return streaming_cache(model, self.modules, self.window, self.first)
 
     def cache_bytes(self, length: int, *, batch: int = 1, dtype: torch.dtype | None = None) -> CacheBytes:
-        """Return the bytes of all keys and values after a text, in `DynamicCache` and in the cache of `cache`. Layers
-        with a sliding window of the model's own store `window - 1` tokens in both.
+        """Return the bytes of all keys and values after a text of `length` tokens, in a `DynamicCache` and in the
+        streaming cache of the method `cache`. Layers with the model's own sliding window store `window - 1` tokens in
+        both.
 
         Args:
             length: number of tokens of the text, including padding.
@@ -170,9 +175,9 @@ class StreamingHeads(JsonResult):
         return CacheBytes(batch * dense, batch * streaming, names)
 
     def export_pattern(self, folder: str | Path) -> None:
-        """Write the heads in the format of DuoAttention (arXiv:2410.10819), which `kvpress` reads as well:
-        `full_attention_heads.tsv` has a number from 0 to 1 for each layer and key/value head, and `config.json` the
-        sizes of the window and of the first tokens.
+        """Write the heads to a folder in the format of DuoAttention (arXiv:2410.10819), which `kvpress` also reads. The
+        file `full_attention_heads.tsv` has a number from 0 to 1 for each layer and key/value head. `config.json` states
+        the sizes of the window and of the first tokens.
 
         The numbers are the ranks of the heads, such that the streaming heads have the lowest ones: a reader that makes
         the share `streaming_kv_heads / kv_heads` of the heads streaming heads gets exactly these.
@@ -205,7 +210,9 @@ class StreamingHeads(JsonResult):
         write_atomically(path / "config.json", json.dumps(config, indent=1).encode())
 
     def _check(self, model: nn.Module) -> None:
-        """Raise `InputError` if the heads are those of another model."""
+        """Raise `InputError` if `model` is not the model whose streaming heads these are: it has other modules or
+        weights.
+        """
         paths = dict(require_module(model).named_modules())
         for module in self.modules:
             if module.module not in paths:
@@ -247,7 +254,7 @@ class StreamingHeads(JsonResult):
         return "\n".join(lines)
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row per key/value head.
+        """Return a pandas DataFrame with one row per key/value head of the model.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -272,8 +279,8 @@ SAMPLES = 2
 
 
 def weight_samples(model: nn.Module, paths: Iterable[str]) -> tuple[float, ...]:
-    """Return some weights of each floating-point parameter of a model's modules, at positions that depend on the
-    parameters' sizes only.
+    """Return two weights of each floating-point parameter of the modules at `paths`, to recognise a model. Their
+    positions depend on the size of the parameter only.
     """
     samples: list[float] = []
     for path in paths:
@@ -286,8 +293,8 @@ def weight_samples(model: nn.Module, paths: Iterable[str]) -> tuple[float, ...]:
 
 
 def are_rounded(samples: Sequence[float], others: Sequence[float], dtypes: Iterable[torch.dtype]) -> bool:
-    """Return True if samples are those of the same weights in other dtypes, or if they cannot be compared, since there
-    are different numbers of them, as in a quantized model.
+    """Return True if two lists of weight samples are equal up to rounding to one of the dtypes. Also return True if
+    their lengths differ, as for a quantized model, since they cannot be compared then.
     """
     if len(samples) != len(others):
         return True
