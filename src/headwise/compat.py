@@ -296,8 +296,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise InputError("value", expected=expected, got=tuple(value.shape[:-1]))
 
     def _check_masks(self, query: Tensor, key: Tensor, key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
-        """Raise `InputError` for a mask of the wrong type, device or shape, and for `is_causal` if `attn_mask` is None.
-        """
+        """Raise `InputError` for a mask of the wrong type, device or shape, and for `is_causal` without `attn_mask`."""
         (batch, queries), (_, keys) = self._batch_and_length(query), self._batch_and_length(key)
         if key_padding_mask is not None:
             _check_mask("key_padding_mask", key_padding_mask, query, (batch, keys) if query.ndim == 3 else (keys,))

@@ -213,7 +213,8 @@ def _group_into_words(
     special token is a word by itself, and a wide character (such as a Chinese one) starts a word. No word starts inside
     a user-perceived character, such as a flag, an emoji of several code points, or a letter with its marks.
 
-    Both conditions for joining are needed: some tokenizers treat a whole text as one piece, others include the blank in the token.
+    Both conditions for joining are needed: some tokenizers treat a whole text as one piece, others include the blank in
+    the token.
 
     Args:
         text: the tokenized text.
