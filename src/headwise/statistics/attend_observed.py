@@ -20,8 +20,9 @@ from headwise.statistics.tally import Tally
 
 
 class WholeCall(NamedTuple):
-    """Effect of an observer that needs no weights of single rows: it adds each row block to `tally`, and passes the
-    head outputs of all rows to `on_output`. Kernels may have the same effect for the whole call, without row blocks.
+    """Description of an observer that only adds each row block (some query rows of a call) to `tally`, and passes the
+    head outputs of all rows to `on_output`. For such an observer, kernels can compute the statistics of a whole call
+    without row blocks.
     """
 
     tally: Tally
@@ -37,11 +38,11 @@ def attend_observed(
     *,
     computes_output: bool = False,
 ) -> Answer:
-    """Compute one attention call and return its answer: the output, and the other results that the problem requests.
-    Also pass each of its attention weights once to `observer`, in row blocks (some query rows at a time), with the
-    tokens and padding in `call_context`. The blockwise backend computes the answer. `compute` does so instead if that
-    backend does not support the problem, if the weights are requested, if there is no query or no key, or if a key or
-    value is NaN or infinite, which blockwise attention would spread to rows that do not attend to it.
+    """Compute one attention call, and pass its attention weights to `observer` in row blocks (some query rows at a
+    time). Return the answer: the output, and other results that the problem (the call's tensors and options) requests.
+    The blockwise backend computes both if it can. `compute` computes the answer instead for a problem that this backend
+    does not support, for requested weights, for empty inputs, and for a key or value that is NaN or infinite, which
+    blockwise attention would spread to rows that do not attend to it.
 
     If `whole_call` is passed, the observer does nothing but what this states. Then kernels compute the statistics where
     they can, and `observer` is not called: on a CPU, native kernels in the pass that computes the answer; on a GPU,
