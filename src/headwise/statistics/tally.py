@@ -75,8 +75,7 @@ class FurtherSums:
         raise NotImplementedError
 
     def values(self) -> Values:
-        """Return the values of the statistics for each sequence, computed from the sums, by the name of the statistic.
-        """
+        """Return the values of the statistics for each sequence, computed from the sums, by the statistic's name."""
         raise NotImplementedError
 
 

@@ -84,8 +84,7 @@ class CapturedWeights:
             self.picture = torch.zeros(*batch_and_heads, *sides, device=device)
 
     def add(self, row_block: RowBlock) -> None:
-        """Store the selected weights of one row block (some query rows of the call), and add its part of the picture.
-        """
+        """Store the selected weights of one row block (some query rows of a call), and add its part of the picture."""
         weights, rows, keys = row_block.weights.float(), row_block.rows, row_block.visibility.key_indices
         part = row_block.sequences_and_heads
         if self.rows is not None:
