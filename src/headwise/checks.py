@@ -271,16 +271,15 @@ def has_readable_values(tensor: Tensor) -> bool:
 
 
 def may_read_once(tensor: Tensor) -> bool:
-    """Return True if Python code may read the tensor's numbers once, outside of a forward or backward pass, such as
-    when an object is made from the tensor. The tensor must have numbers (`has_values`), and no CUDA graph capture may
-    be in progress. A read from a GPU waits for that GPU.
+    """Return True if Python code may read the tensor's numbers once, outside of a forward or backward pass. It must
+    have numbers (`has_values`), and no CUDA graph capture may be in progress. A read from a GPU waits for that GPU.
     """
     return has_values(tensor) and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return True if the tensor has actual numbers. Return False while torch compiles or traces, as with fake tensors,
-    and for a tensor that is on the meta device or wrapped by a transform of `torch.func`.
+    """Return True if the tensor has actual numbers. Return False while torch compiles or traces, as with fake tensors.
+    Also return False for a tensor on the meta device, and for one that a transform of `torch.func` wraps.
     """
     if torch.compiler.is_compiling() or tensor.is_meta:
         return False

@@ -255,8 +255,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _is_plain_self_attention(self, query: Any, key: Any, value: Any) -> bool:
-        """Return True if query, key and value are the same ordinary CPU tensor with the axes, width and dtype that the
-        layer expects, so that `_check_inputs` can be skipped.
+        """Return True for self-attention over one ordinary CPU tensor (query, key and value are the same object) with
+        the axes, width and dtype that the layer expects. `_check_inputs` can be skipped then.
         """
         weight = self._parameters.get("in_proj_weight")
         return (
@@ -271,8 +271,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
-        """Raise `InputError` unless query, key and value have the axes, widths, device and dtype of the layer, and
-        equal batch sizes, and key and value equal lengths.
+        """Raise `InputError` unless query, key and value have the axes, widths, device and dtype that the layer
+        expects. Their batch sizes must be equal, and so must the lengths of key and value.
         """
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, tensor, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """Where a model is stored inside a Python package, and the Hugging Face hub id of the same model.
+    """Location of a model inside a Python package, and the Hugging Face hub id of the same model.
 
     Attributes:
         requirement: name and version of the package on the Python package index, as pip reads them.

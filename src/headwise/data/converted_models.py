@@ -36,8 +36,8 @@ def cache_folder() -> Path:
 
 def converted_folder(file: Path, save: Callable[[Path], None]) -> Path | None:
     """Return the cached folder that contains the model of a GGUF file in Hugging Face format. If there is no intact
-    folder for the file's content and the installed versions of transformers and gguf, `save` is called to fill a new
-    one. Of several processes, one writes it and the others wait. If the cache cannot be written, warn and return None.
+    folder for the file's content and the installed package versions, `save` fills a new one. Of several processes, one
+    writes it and the others wait. If the cache cannot be written, warn and return None.
     """
     filelock = require("filelock", purpose="the cache of converted models", extra="gguf")
     versions = [FORMAT, version("transformers"), version("gguf")]

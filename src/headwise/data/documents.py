@@ -38,7 +38,7 @@ def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]
 
 def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,)) -> Iterator[Document]:
     """Yield the documents in the file `source`, or in all files below the folder `source`. Each row of a Parquet or CSV
-    file and each nonblank line of a JSON lines file is one document, whose text is the value in `column`. That value
+    file is one document, and so is each nonblank line of a JSON lines file. Its text is the value in `column`, which
     must have one of the Python types `types`, and becomes a string. Any other file is one document as a whole.
     """
     for file in list_files(source):
@@ -193,8 +193,8 @@ def _decode(data: bytes, file: Path, offset: int) -> str:
 
 
 def _document_of_row(row: Any, column: str, location: str, types: ColumnTypes = (str,)) -> Document:
-    """Return the document whose text is `row[column]` as a string. Raise `InputError` if `row` is not a mapping, lacks
-    the column, or has a value there that is not of one of the Python types `types`.
+    """Return the document whose text is `row[column]` as a string. Raise `InputError` if `row` is not a mapping, if it
+    lacks the column, and for a value of another type than those in `types`.
     """
     if not isinstance(row, Mapping):
         raise InputError("data", expected=f"an object with a column {column!r} in {location}", got=type(row).__name__)

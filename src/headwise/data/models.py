@@ -53,7 +53,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Place of a model's files: a local folder or a hub id. The methods load the model's configuration, tokenizer or
+    """Location of a model's files: a local folder or a hub id. The methods load the model's configuration, tokenizer or
     weights from there, or raise `InputError`.
 
     Attributes:
@@ -337,8 +337,8 @@ def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
 
 
 def _why_not_on_hub(hub_id: str, revision: str | None) -> str | None:
-    """Return the reason that the `config.json` of a model is neither in the local cache nor on the Hugging Face hub, as
-    a clause for an error message. Return None if it is in one of them.
+    """Return the reason that the `config.json` of a model is neither in the local cache nor on the Hugging Face hub.
+    The reason is a clause for an error message; it is None if the file is in one of them.
     """
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 

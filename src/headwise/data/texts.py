@@ -49,7 +49,8 @@ def batches_of(sequences: Iterable[Int[Tensor, "_"]], size: int) -> Iterator[dic
 
 @dataclass(frozen=True)
 class Texts:
-    """A data set of documents that yields batches of tokens for a `transformers` model, any number of times.
+    """A data set of documents that yields batches of tokens for a `transformers` model. It can be iterated any number
+    of times.
 
     Iteration yields mappings with `input_ids` and `attention_mask` of shape `(batch, tokens)`. All sequences of a batch
     have the same length and need no padding; the longest come first.
@@ -232,8 +233,8 @@ class Texts:
             yield from (tokens[start : start + room] for start in range(0, stop, room))
 
     def _packed(self, room: int) -> Iterator[list[int]]:
-        """Join the tokens of all documents, with a separator between documents if the tokenizer has an end token, and
-        yield consecutive sequences of exactly `room` tokens. The shorter remainder at the end is dropped, except when
+        """Join the tokens of all documents, and yield consecutive sequences of exactly `room` tokens. Between documents
+        there is a separator if the tokenizer has an end token. The shorter remainder at the end is dropped, except when
         it is the only sequence.
         """
         end_tokens = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)

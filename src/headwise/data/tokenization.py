@@ -27,7 +27,7 @@ CONTEXT = 16
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a tokenized text, for display.
+    """Word of a tokenized text, as it is displayed.
 
     Attributes:
         text: the word on one line, with visible blanks and control characters.
@@ -42,7 +42,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a text, for display.
+    """Token of a text, as it is displayed, and how it is separated from the token before it.
 
     Attributes:
         text: its characters on one line, with visible blanks and control characters.
@@ -302,8 +302,8 @@ class DecodedWords(NamedTuple):
 
 def decoded_words(tokenizer: Any, ids: list[int], context: Sequence[int] = ()) -> DecodedWords:
     """Decode token ids that follow the ids in `context`, and group the tokens into words. A word starts at white space,
-    at a special token and after it, at a wide character (such as a Chinese one), and between letters or digits and
-    other characters. No word starts inside a user-perceived character, such as a flag.
+    before and after a special token, and at a wide character (such as a Chinese one). It also starts where letters or
+    digits meet other characters. No word starts inside a user-perceived character, such as a flag.
     """
     special = special_ids(tokenizer)
     names = tokenizer.convert_ids_to_tokens(ids)
@@ -353,7 +353,7 @@ def _pieces(tokenizer: Any, ids: list[int], context: list[int]) -> list[str]:
 
 def special_ids(tokenizer: Any) -> set[int]:
     """Return the ids of a tokenizer's special tokens. The unknown token is left out, because it stands for an ordinary
-    word, unless the same id is also another special token, such as the end token.
+    word. It is included if the same id is also another special token, such as the end token.
     """
     names = ("bos", "eos", "sep", "pad", "cls", "mask")
     others = {getattr(tokenizer, f"{name}_token_id", None) for name in names}

@@ -72,8 +72,8 @@ class LayerCall(NamedTuple):
     @property
     def needs_full_capacity(self) -> bool:
         """True if attention must run over all slots of a `StaticCache` (a cache of fixed size), not only over those
-        with tokens. This is so for a call with a bias or returned weights, for a mask made for a certain number of
-        keys, and if Python cannot read the number of stored tokens. Also True without a `StaticCache`.
+        with tokens. The causes are a bias, returned weights, a mask made for a certain number of keys, and a number of
+        stored tokens that Python cannot read. Also True without a `StaticCache`.
         """
         if not isinstance(self.cache, StaticCache) or not self.cache.can_omit_empty_slots:
             return True
@@ -150,8 +150,8 @@ class AttentionLayer(nn.Module):
                 initialise(parameter)
 
     def _shown(self, *names: str) -> str:
-        """Return the attributes called `names` as text such as "num_heads=8, mask=...", for `extra_repr`. Attributes
-        that are None or modules are left out; `repr` shows modules anyway.
+        """Return the attributes called `names` as text such as "num_heads=8, value_dim=64", for `extra_repr`.
+        Attributes that are None or modules are left out, because `repr` shows modules anyway.
         """
         values = {name: getattr(self, name) for name in names}
         shown = {name: value for name, value in values.items() if not isinstance(value, nn.Module | None)}
@@ -183,7 +183,7 @@ class AttentionLayer(nn.Module):
     def _split_heads(
         self, projected: Float[Tensor, "batch length width"], heads: int
     ) -> Float[Tensor, "batch {heads} length head_width"]:
-        """Return a view of projected features as `(batch, heads, length, head_width)`."""
+        """Return a view of projected queries, keys or values as `(batch, heads, length, head_width)`."""
         batch, length, width = projected.shape
         return projected.view(batch, length, heads, width // heads).transpose(1, 2)
 
@@ -311,8 +311,8 @@ class AttentionLayer(nn.Module):
         return mask, bias
 
     def _check_cache(self, cache: Any, lengths: Any, *, cross: bool = False, packed: bool = False) -> None:
-        """Raise `InputError` for a cache that is not a `Cache`, for a cache in cross-attention (`cross`) or with packed
-        sequences (`packed`), and for `lengths` without a cache.
+        """Raise `InputError` for a cache that is not a `Cache`, and for `lengths` without a cache. A cache is also
+        refused in cross-attention (`cross`) and with packed sequences (`packed`).
         """
         if cache is None:
             if lengths is not None:

@@ -100,15 +100,15 @@ class DifferentialAttention(MultiHeadAttention):
 
     def reset_parameters(self) -> None:
         """Initialise the parameters as `MultiHeadAttention` does. In addition, draw the four learned vectors that
-        determine lambda, the factor of the second attention maps, from a normal distribution with standard deviation
-        0.1 (Ye et al. 2024).
+        determine lambda, the factor of the second attention maps. They are from a normal distribution with standard
+        deviation 0.1 (Ye et al. 2024).
         """
         super().reset_parameters()
         self._reset_lambdas()
 
     def _reset_lambdas(self) -> None:
-        """Draw the four learned vectors that determine lambda, the factor of the second attention maps, from a normal
-        distribution with standard deviation 0.1 (Ye et al. 2024).
+        """Initialise the four learned vectors that determine lambda, the factor of the second attention maps. They are
+        drawn from a normal distribution with standard deviation 0.1 (Ye et al. 2024).
         """
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("lambda_"):
@@ -124,9 +124,9 @@ class DifferentialAttention(MultiHeadAttention):
         return first - second + self.lambda_init
 
     def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
-        """Return the output of each head: attention by the difference of its two softmax maps A1 - lambda A2,
-        normalised and multiplied by 1 - lambda_init and the gate. Also return A1 - lambda A2 as the weights, or None if
-        the call does not request them.
+        """Return the output of each head: attention by the difference A1 - lambda A2 of its two softmax maps,
+        normalised and multiplied by 1 - lambda_init and by the gate. Also return A1 - lambda A2 as the weights, or None
+        if the call does not request them.
         """
         scale, softcap, sinks, _ = self._score_parameters(self.head_dim)
         factor, maps = None, []

@@ -142,8 +142,8 @@ class LatentAttention(AttentionLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise weights uniformly by the method of Glorot and Bengio (2010), biases and sinks with 0, norm weights
-        and temperatures with 1, and talking-heads matrices with the identity.
+        """Initialise weights uniformly by the method of Glorot and Bengio (2010), and biases and sinks with 0. Norm
+        weights and temperatures are initialised with 1, and talking-heads matrices with the identity.
         """
         self._reset_all("kv_down", (self.kv_rank, self.rotary_dim))
 
@@ -221,7 +221,7 @@ class LatentAttention(AttentionLayer):
     # -- the two forms ----------------------------------------------------------------------------------------
 
     def _attend_expanded(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
-        """Attend to separate keys and values for each head, which the projection `kv_up` computes from the latent
+        """Attend to separate keys and values for each head. The projection `kv_up` computes them from the latent
         vectors (DeepSeek-V2, equations 9 to 11 and 16 to 19). Return the head outputs, and the attention weights or
         None if the call does not request them.
         """

@@ -124,8 +124,8 @@ def query_and_key_offsets(
 
 
 def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, like: Tensor) -> None:
-    """Raise `InputError` for a bias or returned weights, which packed sequences do not support, and for a gate or mask
-    that does not fit their number.
+    """Raise `InputError` for a bias or returned weights, which packed sequences do not support. A gate or mask is also
+    refused if it does not fit the number of sequences.
     """
     if call.bias is not None:
         raise InputError("bias", expected="none with packed sequences", got=f"shape {tuple(call.bias.shape)}")

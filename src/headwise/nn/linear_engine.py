@@ -479,8 +479,8 @@ def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
 
 
 def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return the reason that calling the `nn.Linear` is more than, or other than, x weight^T + bias of plain tensors,
-    such as a hook or autocast. Return None if it is exactly that.
+    """Return the reason that calling this `nn.Linear` is not simply x weight^T + bias of ordinary tensors, such as a
+    hook or autocast. Return None if it is exactly that.
     """
     if (
         _has_any_hooks(linear)
@@ -519,8 +519,8 @@ def _has_any_hooks(linear: nn.Module) -> bool:
 
 def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
     """Initialise the weight of a projection uniformly by the method of Glorot and Bengio (2010), and its bias with
-    zeros. The weight is split into `blocks` with that many rows each, and each block is initialised as a matrix by
-    itself, as in a fused projection.
+    zeros. `blocks` has numbers of rows: each such block of the weight is initialised as a matrix by itself, as a fused
+    projection needs it.
     """
     for weight in torch.split(linear.weight, list(blocks)):
         nn.init.xavier_uniform_(weight)

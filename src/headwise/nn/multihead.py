@@ -206,8 +206,8 @@ class MultiHeadAttention(AttentionLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise weights uniformly by the method of Glorot and Bengio (2010), biases and sinks with 0, norm weights
-        and temperatures with 1, and talking-heads matrices with the identity.
+        """Initialise weights uniformly by the method of Glorot and Bengio (2010), and biases and sinks with 0. Norm
+        weights and temperatures are initialised with 1, and talking-heads matrices with the identity.
 
         A `position_bias` may be shared by several layers and is not changed.
         """
@@ -453,8 +453,8 @@ class MultiHeadAttention(AttentionLayer):
         return apply_norm(norm, self._split_heads(projected, heads))
 
     def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
-        """Attend with the layer's position bias added to the scores. Return each head's output, multiplied by the
-        call's gate if there is one, and the attention weights or None if the call does not request them.
+        """Attend with the layer's position bias added to the scores. Return each head's output times the call's gate,
+        if there is one. Also return the attention weights, or None if the call does not request them.
         """
         call = self._with_position_bias(inputs, call)
         return self._call_attend(inputs, call, self._score_parameters(self.head_dim))
@@ -498,8 +498,8 @@ class MultiHeadAttention(AttentionLayer):
             raise InputError("fused_qkv", expected=f"contexts of width {self.embed_dim} like x", got=f"widths {widths}")
 
     def _checked_inputs(self, x: Any, context: Any, value_context: Any) -> LayerInputs:
-        """Return the input tensors of a call with a batch axis, and raise `InputError` if they do not fit the layer or
-        each other. Without a context, it is x.
+        """Return the input tensors of a call with a batch axis. Raise `InputError` if they do not fit the layer or each
+        other. If the context is None, it becomes x.
         """
         if isinstance(context, ProjectedContext):
             self._check_takes_context()
@@ -532,8 +532,8 @@ class MultiHeadAttention(AttentionLayer):
     def _checked_contexts(
         self, context: Any, value_context: Any
     ) -> tuple[Float[Tensor, "batch keys context"], Float[Tensor, "batch keys value_context"]]:
-        """Return the sources of the keys and of the values with a batch axis, and raise `InputError` if they do not fit
-        the layer or each other. Without a `value_context`, the context is both.
+        """Return the sources of the keys and of the values with a batch axis. Raise `InputError` if they do not fit the
+        layer or each other. Without a `value_context`, the context is the source of both.
         """
         self._check_takes_context()
         self._check_input("context", context, self.context_dim)

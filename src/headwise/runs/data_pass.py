@@ -81,9 +81,9 @@ class SiteProgress(PassProgress):
 
 
 def prepare_texts(dataset: Any, model: nn.Module, out: str | Path | None, *, shown: bool) -> Any:
-    """Tokenize the data set of a run if it is a `Texts`, with the largest context that the model accepts, and return
-    it. `shown` shows a progress bar. Raise `InputError` if the output folder `out` is inside the data. Other data sets
-    are returned unchanged.
+    """Tokenize the data set of a run if it is a `Texts`, with a context that the model accepts, and return it. `shown`
+    shows a progress bar. Raise `InputError` if the output folder `out` is inside the data. Other data sets are returned
+    unchanged.
     """
     if not isinstance(dataset, Texts):
         return dataset

@@ -57,8 +57,7 @@ def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
 
 
 class LocalProcess(NamedTuple):
-    """Position of this process among those that torchrun started: `is_first` for rank 0, and the rank on this machine.
-    """
+    """Position of this process among those of torchrun: `is_first` for rank 0, and the rank on this machine."""
 
     is_first: bool
     local_rank: int

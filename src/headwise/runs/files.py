@@ -117,9 +117,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file to write to; when the context ends without an error, it replaces the file `path`. After a crash at
-    any moment, `path` has either its old content or the complete new one, because the data is first written to a
-    temporary file in the same folder.
+    """Yield a file to write to; when the context ends without an error, it replaces the file `path`. The data is first
+    written to a temporary file in the same folder. Thus after a crash at any moment, `path` has either its old content
+    or the complete new one.
     """
     temporary = path.with_name(f"{path.name}.part")
     try:
@@ -141,8 +141,8 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sync(path: Path) -> None:
-    """Write a file, or the list of a folder's entries, from memory to disk, so that a file renamed in it survives a
-    crash of the system.
+    """Write a file, or the list of a folder's entries, from memory to disk. After a crash of the system, a file renamed
+    in such a folder is still there.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -152,8 +152,9 @@ def _sync(path: Path) -> None:
 
 
 def require_new_folder(folder: str | Path, *, force: bool = False) -> Path:
-    """Return the absolute path of `folder` if `new_folder` can create or replace it. It must not exist, be empty or,
-    with `force`, contain a saved model; otherwise raise `InputError`. Nothing is written.
+    """Return the absolute path of `folder` if `new_folder` may put a folder there. Allowed are a path at which nothing
+    exists, an empty folder and, with `force`, the folder of a saved model; anything else raises `InputError`. Nothing
+    is written.
     """
     flag("force", force)
     path = folder_path("out", folder)

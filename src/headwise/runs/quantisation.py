@@ -25,8 +25,8 @@ FORMATS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float3
 
 def quantisation_of(model: nn.Module) -> str | None:
     """Return a short description of how the weights of a model are or were quantised, or None if there is no sign of
-    it. The signs are a quantisation method in the model's configuration, or so few different values in blocks of
-    weights that they must come from few bits.
+    it. One sign is a quantisation method in the model's configuration. The other is that blocks of weights have so few
+    different values that they must come from few bits.
 
     Weights of b bits have at most 2^b different values in each block of 32. Weights that were not quantised practically
     always have more, unless their format has few numbers in their range, such as bfloat16 near 1. Then nothing is
@@ -68,8 +68,9 @@ def _bits(weight: Float[Tensor, "rows columns"]) -> int | None:
 
 
 def _have_copies(of_lines: Float[Tensor, "lines blocks size"]) -> Bool[Tensor, " blocks"]:
-    """Return True for each block position at which the sampled lines (rows or columns of a matrix) have at most 16
-    different columns. Copied heads cause this; few different values are no sign of quantisation then.
+    """Return True for each block of columns in which at most 16 columns differ, as in copied heads. Few different
+    values are no sign of quantisation there. `of_lines` has the sampled rows (or columns) of a matrix, each cut into
+    blocks.
     """
     flat = of_lines.float().flatten(1)
     columns: Tensor = torch.unique(flat, dim=1, return_inverse=True)[1]
@@ -96,10 +97,10 @@ def _dense_blocks(of_lines: Float[Tensor, "lines blocks size"]) -> Float[Tensor,
 
 
 def _have_room(of_lines: Float[Tensor, "lines blocks size"]) -> bool:
-    """Return True if the floating-point format of the values is fine enough that few different values must come from
-    quantisation. This is so if, in most blocks, the format has at least as many numbers between the quartiles of the
-    block as the block has weights. Rounding to the format alone leaves more than 2^4 different values in all but 1 of
-    10^5 random blocks.
+    """Return True if the floating-point format of the values is so fine that few different values must come from
+    quantisation. The condition is that, in most blocks, the format has at least as many numbers between the block's
+    quartiles as the block has weights. Rounding to the format alone then leaves more than 2^4 different values in all
+    but 1 of 10^5 random blocks.
     """
     blocks = _dense_blocks(of_lines)
     formats = (each for each in FORMATS if bool((blocks.to(each).to(blocks.dtype) == blocks).all()))

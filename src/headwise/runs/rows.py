@@ -46,7 +46,7 @@ class MeanEstimate(NamedTuple):
     @staticmethod
     def of(values: Iterable[float], documents: Sequence[Hashable] | None = None) -> "MeanEstimate":
         """Return the mean of the values that are not NaN, and its standard error. Values of the same document may
-        depend on each other, so the error is computed by the jackknife, which leaves out one document at a time.
+        depend on each other. The error is therefore computed by the jackknife, which leaves out one document at a time.
 
         The mean without document g differs from the mean of all n values by r_g / (n - n_g), where the document has n_g
         values, and r_g is the sum of their residuals. With G documents, the variance of the mean is (G - 1) / G times

@@ -25,8 +25,9 @@ def p_values(ratios: Sequence[float], degrees: Sequence[float]) -> list[float]:
 
 def false_discovery_rates(p: Sequence[float]) -> list[float]:
     """Return the p-values adjusted for multiple testing by the method of Benjamini and Hochberg (1995). Among tests
-    with an adjusted value of at most x, the expected share of false discoveries is at most x. NaN stays NaN and does
-    not count as a test. The tests may be independent or positively dependent (Benjamini and Yekutieli 2001).
+    with an adjusted value of at most x, the expected share of false discoveries (tests without a real effect) is at
+    most x. NaN stays NaN and does not count as a test. The tests may be independent or positively dependent (Benjamini
+    and Yekutieli 2001).
     """
     stats = require("scipy.stats", purpose=PURPOSE, extra="tables")
     known = [value for value in p if not math.isnan(value)]

@@ -106,10 +106,10 @@ class Table(Generic[RowT]):
         return next((column for column in self.COLUMNS if column.name == name), column_named(name))
 
     def tests(self) -> dict[str, list[float]]:
-        """Test each statistic that is an effect, and return two columns for it. `_p` has the p-value of the mean by
-        Student's t-test against the value that means no effect; `_q` has the p-values adjusted for the number of rows
-        (Benjamini and Hochberg 1995). Of the rows with an adjusted value of at most 0.05, an expected share of at most
-        5 % has no effect. A mean of one sample has no p-value.
+        """Test each statistic that is an effect, and return two columns for it. The one with the suffix `_p` has the
+        p-value of the mean by Student's t-test against the value that means no effect. The one with `_q` has the
+        p-values adjusted for the number of rows (Benjamini and Hochberg 1995): of the rows with an adjusted value of at
+        most 0.05, an expected share of at most 5 % has no effect. A mean of one sample has no p-value.
 
         Raises:
             MissingExtra: scipy is not installed.
@@ -131,8 +131,8 @@ class Table(Generic[RowT]):
         return self._data_frame(lambda estimate: estimate.sem)
 
     def _data_frame(self, part: Callable[[MeanEstimate], float]) -> Any:
-        """Return a pandas DataFrame with the columns that identify each row, and for each statistic the number that
-        `part` returns for its estimate, such as the mean.
+        """Return a pandas DataFrame with one row per row of this table. It has the columns that identify the row, and
+        for each statistic the number that `part` returns for its estimate, such as the mean.
         """
         pandas = require("pandas", purpose="a table", extra="tables")
         return pandas.DataFrame(
@@ -165,8 +165,8 @@ class Table(Generic[RowT]):
     def save(self, folder: str | Path, *, force: bool = False) -> None:
         """Write the table and its metadata to a Parquet file in a folder, which is created if it does not exist. The
         class attribute `NAME` determines the file's name, such as `profile.parquet` for profiles. If the file exists,
-        it is replaced with `force=True`; otherwise `InputError` is raised. A result of several tables has one file per
-        table.
+        it is replaced with `force=True`; otherwise `InputError` is raised. If the result has further tables, each has a
+        file of its own.
 
         Each statistic becomes four columns: its mean, its standard error (`_sem`), its sample size (`_n`), and the
         degrees of freedom of the standard error (`_df`).

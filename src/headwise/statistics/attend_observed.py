@@ -20,9 +20,9 @@ from headwise.statistics.tally import Tally
 
 
 class WholeCall(NamedTuple):
-    """Description of an observer that only adds each row block (some query rows of a call) to `tally`, and passes the
-    head outputs of all rows to `on_output`. For such an observer, kernels can compute the statistics of a whole call
-    without row blocks.
+    """Description of an observer with only two effects: it adds each row block (some query rows of a call) to `tally`,
+    and passes the head outputs of all rows to `on_output`. For such an observer, kernels can compute the statistics of
+    a whole call without row blocks.
     """
 
     tally: Tally
@@ -40,11 +40,11 @@ def attend_observed(
 ) -> Answer:
     """Compute one attention call, and pass its attention weights to `observer` in row blocks (some query rows at a
     time). Return the answer: the output, and other results that the problem (the call's tensors and options) requests.
-    The blockwise backend computes both if it can. `compute` computes the answer instead for a problem that this backend
-    does not support, for requested weights, for empty inputs, and for a key or value that is NaN or infinite, which
-    blockwise attention would spread to rows that do not attend to it.
+    By default the blockwise backend computes both. `compute` computes the answer instead in four cases: the backend
+    does not support the problem, the weights are requested, the inputs are empty, or a key or value is NaN or infinite.
+    Blockwise attention would spread such a key or value to rows that do not attend to it.
 
-    If `whole_call` is passed, the observer does nothing but what this states. Then kernels compute the statistics where
+    If `whole_call` is passed, the observer has only the effects that it describes. Then kernels compute the statistics where
     they can, and `observer` is not called: on a CPU, native kernels in the pass that computes the answer; on a GPU,
     Triton kernels in addition to `compute`, which computes the answer. Only the statistics that no kernel computes are
     added up from row blocks, in a second pass.

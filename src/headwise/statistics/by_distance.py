@@ -39,8 +39,8 @@ WITH_FIRST = "_with_first"
 
 
 def quantile_name(quantile: float) -> str:
-    """Return the name of the statistic "smallest distance within which a head has the share `quantile` of its
-    attention", such as `distance_90` for 0.9.
+    """Return the name of a statistic: the smallest distance within which a head has the share `quantile` of its
+    attention. The name is `distance_90` for 0.9.
     """
     return f"distance_{100 * quantile:g}"
 
@@ -63,8 +63,8 @@ class DistanceStatistics(FurtherStatistics):
         return tuple(name + suffix for suffix in suffixes for name in (*map(quantile_name, self.quantiles), "within"))
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None = None) -> "DistanceSums | str":
-        """Return empty sums for an attention call. If the distances between its queries and keys are unknown, return
-        the reason as text.
+        """Return empty sums for an attention call. Return the reason as text instead if the distances between queries
+        and keys are unknown, or if the first tokens are needed and the cache has dropped them.
         """
         if "distance" in context.left_out:
             return NO_DISTANCES

@@ -31,7 +31,7 @@ ROUNDING = 16.0
 
 @dataclass(frozen=True)
 class PositionStatistics(FurtherStatistics):
-    """For each statistic, its means over query rows in bins of the query position, and the slope of its values on the
+    """Statistics by query position: the mean of each statistic in bins of positions, and the slope of its values on the
     logarithm of the position. `edges` has the first position of each bin, in ascending order, and the position after
     the last bin.
     """
@@ -111,10 +111,10 @@ class PositionSums(FurtherSums):
         self.names, self.sums = names, own + further
 
     def values(self) -> Values:
-        """Return, for each sequence, head and statistic, its mean in each bin of query positions, and the least-squares
-        slope of its values on the logarithm of the position. The means have shape `(batch, heads * bins)`, with the
-        bins of one head next to each other. A slope that could be due to rounding is set to 0, because rounding has the
-        same sign in many sequences.
+        """Return two results per statistic, for each sequence and head: the mean in each bin of query positions, and
+        the least-squares slope of the values on the logarithm of the position. The means have shape `(batch, heads *
+        bins)`, with the bins of one head next to each other. A slope that could be due to rounding is set to 0, because
+        rounding has the same sign in many sequences.
         """
         if self.sums is None:
             return {}

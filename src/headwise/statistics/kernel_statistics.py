@@ -269,8 +269,8 @@ def _tally(
     inputs: KernelInputs,
     like: Tally,
 ) -> Tally:
-    """Return a new tally with the sums of the statistics over the query rows of a call, from the kernels' numbers for
-    each row and key. The tally `like` states which statistics are wanted; its additional statistics (`further`) are
+    """Return a new tally: the sums of the statistics over the query rows of a call, computed from the kernels' numbers
+    for each row and key. The tally `like` states which statistics are wanted; its additional statistics (`further`) are
     updated, too.
     """
     counted = values["visible keys"] > 0

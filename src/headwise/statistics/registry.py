@@ -44,8 +44,8 @@ class Statistic:
 
 @dataclass(frozen=True)
 class MeanOfRows(Statistic):
-    """Statistic with one value per query row. The value of a head is the mean over its query rows, without rows that
-    are padding, have no visible key, or for which the statistic is not defined.
+    """Statistic with one value per query row. The value of a head is the mean over its query rows. Rows are left out if
+    they are padding, if they have no visible key, or if the statistic is not defined for them.
 
     Attributes:
         measure: function that returns the value of each row of a row block (some query rows of a call); None if the

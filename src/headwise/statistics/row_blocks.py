@@ -62,11 +62,11 @@ def row_blocks_of_weights(
     with_output: bool = False,
     scores: tuple[Scores | None, Scores | None] = (None, None),
 ) -> Iterator[RowBlock]:
-    """Split attention weights that have been computed into row blocks, each with some of the query rows for all heads
-    and keys, and yield the blocks. `visible(rows)` returns a tensor that is True where a row may attend to a key; it
-    may lack hidden keys at the end. By default, keys of weight 0 count as hidden. The head outputs are `out` or, with
-    `with_output`, the weights times `values`. `scores` has the scores from which the weights were computed, and the
-    same before a softcap.
+    """Split existing attention weights into row blocks, and yield these. Each block has some of the query rows, for all
+    heads and keys. `visible(rows)` returns a tensor that is True where a row may attend to a key; it may lack hidden
+    keys at the end. By default, keys of weight 0 count as hidden. The head outputs are `out` or, with `with_output`,
+    the weights times `values`. `scores` has the scores from which the weights were computed, and the same before a
+    softcap.
     """
     batch, heads, queries, keys = weights.shape
     grid = Grid(batch, heads, queries, keys, weights.device)

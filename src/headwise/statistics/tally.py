@@ -234,8 +234,8 @@ class Tally:
         return {} if self.row_sums is None else dict(zip(self.mean_names, self.row_sums[1], strict=True))
 
     def has_value(self) -> dict[str, Bool[Tensor, "batch heads"]]:
-        """Return, by the name of each statistic, a mask that is True for the sequences and heads in which at least one
-        query row is included.
+        """Return, by the name of each statistic, a mask over sequences and heads. It is True where at least one query
+        row is included.
         """
         counts = self.counts()
         if not counts:

@@ -109,9 +109,8 @@ class CapturedWeights:
 
 
 def _pooling_matrix(indices: Int[Tensor, " chosen"], length: int, side: int) -> Float[Tensor, "chosen side"]:
-    """Return some rows of a matrix that averages an axis: it divides `length` entries into `side` nearly equal parts,
-    and entry (i, p) is 1 / (size of part p) if index i is in part p, otherwise 0. The returned rows are those at
-    `indices`.
+    """Return the rows at `indices` of a matrix that averages an axis: multiplied with it, `length` entries become the
+    means of `side` nearly equal parts. Entry (i, p) is 1 / (size of part p) if index i is in part p, otherwise 0.
     """
     part = torch.arange(length, device=indices.device) * side // length
     sizes = torch.bincount(part, minlength=side).float()
