@@ -255,8 +255,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _is_plain_self_attention(self, query: Any, key: Any, value: Any) -> bool:
-        """Return True for self-attention over one ordinary CPU tensor (query, key and value are the same object) with
-        the axes, width and dtype that the layer expects. `_check_inputs` can be skipped then.
+        """Return True for self-attention over one ordinary CPU tensor: query, key and value are the same object, and
+        its axes, width and dtype fit the layer. `_check_inputs` can be skipped then.
         """
         weight = self._parameters.get("in_proj_weight")
         return (

@@ -72,8 +72,8 @@ class LayerCall(NamedTuple):
     @property
     def needs_full_capacity(self) -> bool:
         """True if attention must run over all slots of a `StaticCache` (a cache of fixed size), not only over those
-        with tokens. The causes are a bias, returned weights, a mask made for a certain number of keys, and a number of
-        stored tokens that Python cannot read. Also True without a `StaticCache`.
+        with tokens. The causes are a bias, returned weights, a mask for a certain number of keys, or a number of stored
+        tokens that Python cannot read. Also True without a `StaticCache`.
         """
         if not isinstance(self.cache, StaticCache) or not self.cache.can_omit_empty_slots:
             return True

@@ -33,8 +33,8 @@ class DifferentialAttention(MultiHeadAttention):
         (1 - lambda_init) * RMSNorm((A1 - lambda A2) V)
         lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
 
-    with one lambda for the layer. `return_weights` returns A1 - lambda A2, which has both signs. Each map has its own
-    dropout. A gate multiplies after the norm, which would undo it.
+    with one lambda for the layer. `return_weights` returns A1 - lambda A2, whose entries can be negative. Each map has
+    its own dropout. A gate multiplies the output after the norm, because the norm would undo a factor before it.
 
     Queries hold the first maps of all heads, then the second maps of all heads, and are `2 * num_heads * head_dim`
     wide. Keys, learned sinks and temperatures have the same order. That is also the order of DiffLlama in

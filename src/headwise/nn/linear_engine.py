@@ -357,7 +357,8 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
     requires ordinary `nn.Linear` modules without hooks, and that neither oneDNN nor the native kernel is faster for x.
     Otherwise return None.
 
-    The call of a module, and the choice of its engine, take longer than a small product.
+    Callers use these instead of the modules, because calling a module and choosing its engine take longer than a small
+    product.
     """
     if (
         torch.compiler.is_compiling()

@@ -44,9 +44,8 @@ INTEGERS = {1: torch.int8, 2: torch.int16}
 
 def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
     """Return all settings on which a run's numbers depend, as JSON-compatible values. These are the model with a hash
-    of its weights, the options of `texts` (None for other data), the versions of packages, and the other arguments of
-    the run. The model's name is `title`, or its hub id, folder or class. A stopped run resumes only with equal
-    settings.
+    of its weights, the options of `texts` (None for other data), package versions, and the run's other arguments. The
+    model's name is `title`, or its hub id, folder or class. A stopped run resumes only with equal settings.
     """
     identity, versions = identity_of(model), {}
     for package in ("headwise", "torch", "transformers"):

@@ -29,8 +29,9 @@ def quantisation_of(model: nn.Module) -> str | None:
     different values that they must come from few bits.
 
     Weights of b bits have at most 2^b different values in each block of 32. Weights that were not quantised practically
-    always have more, unless their format has few numbers in their range, such as bfloat16 near 1. Then nothing is
-    named. Of a parameter with three axes, such as the weights of experts, each matrix of the last two is examined.
+    always have more, unless their format has few numbers in their range, such as bfloat16 near 1; such weights are not
+    reported. If a parameter has three axes, such as the weights of experts, each matrix of its last two axes is
+    examined.
     """
     stated: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     if stated is not None:

@@ -48,11 +48,11 @@ class MeanEstimate(NamedTuple):
         """Return the mean of the values that are not NaN, and its standard error. Values of the same document may
         depend on each other. The error is therefore computed by the jackknife, which leaves out one document at a time.
 
-        The mean without document g differs from the mean of all n values by r_g / (n - n_g), where the document has n_g
-        values, and r_g is the sum of their residuals. With G documents, the variance of the mean is (G - 1) / G times
+        Document g has n_g of the n values, and r_g is the sum of their differences from the mean. Without this
+        document, the mean differs by r_g / (n - n_g). With G documents, the variance of the mean is (G - 1) / G times
         the sum of the squares of these differences (Cameron and Miller 2015, section VI.B, CR3, for a regression on a
-        constant alone). With as many values from each document this is the usual standard error. The degrees of freedom
-        are n^2 / (sum of n_g^2) - 1: the effective number of documents (Kish 1992), less one.
+        constant alone). If all documents have equally many values, this is the usual standard error. The degrees of
+        freedom are n^2 / (sum of n_g^2) - 1: the effective number of documents (Kish 1992), less one.
 
         Args:
             values: one number per sequence.
@@ -114,8 +114,8 @@ MOST_SHOWN = 4
 
 @dataclass(frozen=True, repr=False)
 class Row:
-    """Row of a result table: fields that identify what was measured (such as a head or a head setting), and for each
-    statistic an estimate with mean, standard error and sample size.
+    """Row of a result table. Its fields identify what was measured, such as a head or a head setting, and each
+    statistic has an estimate with mean, standard error and sample size.
 
     A subclass adds the identifying fields; they become the first columns of the table.
 

@@ -44,10 +44,10 @@ def attend_observed(
     does not support the problem, the weights are requested, the inputs are empty, or a key or value is NaN or infinite.
     Blockwise attention would spread such a key or value to rows that do not attend to it.
 
-    If `whole_call` is passed, the observer has only the effects that it describes. Then kernels compute the statistics where
-    they can, and `observer` is not called: on a CPU, native kernels in the pass that computes the answer; on a GPU,
-    Triton kernels in addition to `compute`, which computes the answer. Only the statistics that no kernel computes are
-    added up from row blocks, in a second pass.
+    If `whole_call` is passed, `observer` must have only the effects that it describes. Then kernels compute the
+    statistics where they can, and `observer` is not called. On a CPU, native kernels do so in the pass that computes
+    the answer. On a GPU, `compute` computes the answer, and Triton kernels the statistics. Only the statistics that no
+    kernel computes are added up from row blocks, in a second pass.
 
     Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
     of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately;

@@ -63,8 +63,8 @@ class DistanceStatistics(FurtherStatistics):
         return tuple(name + suffix for suffix in suffixes for name in (*map(quantile_name, self.quantiles), "within"))
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None = None) -> "DistanceSums | str":
-        """Return empty sums for an attention call. Return the reason as text instead if the distances between queries
-        and keys are unknown, or if the first tokens are needed and the cache has dropped them.
+        """Return empty sums for an attention call, or a text with the reason that there can be none. The reasons are
+        unknown distances between queries and keys, and first tokens that are needed but no longer cached.
         """
         if "distance" in context.left_out:
             return NO_DISTANCES

@@ -118,8 +118,8 @@ class RunningMoments:
 
     The standard error is that of the jackknife over clusters. With n values, their mean m, and G clusters of n_g
     values, its square is (G - 1) / G times the sum over clusters of (sum over the cluster of x - m)^2 / (n - n_g)^2
-    (Cameron and Miller 2015, section VI.B, CR3, for a regression on a constant alone). With as many values in each
-    cluster this is the usual standard error.
+    (Cameron and Miller 2015, section VI.B, CR3, for a regression on a constant alone). If all clusters have equally
+    many values, this is the usual standard error.
 
     Attributes:
         alone: moments of the values that are independent of all others.

@@ -125,9 +125,9 @@ def _largest_logit(
 
 
 def _received_sums(row_block: RowBlock) -> Sums:
-    """Return two tensors `(batch, heads, keys)` in float64 for each key: the sum of the attention weights that it
-    received from the query rows of a block, and the number of rows that may attend to it. Rows that are padding or have
-    no visible key are left out.
+    """Return two sums for each key over the query rows of a block: the attention weight that it received, and the
+    number of rows that may attend to it. Both are `(batch, heads, keys)` in float64. Rows that are padding or have no
+    visible key are left out.
     """
     totals = []
     for columns in row_block.received:
