@@ -232,10 +232,9 @@ def _in_parts(
     problem: Problem, inputs: KernelInputs, compute: Callable[[Part, tuple[Any, ...]], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
     """Return the results of the statistics kernels for a whole attention call. `compute` runs the kernels on one
-    rectangle of the score matrix. Normally this is the whole matrix; a mask that is too large to be evaluated at once
-    is evaluated in several rectangles, whose results are joined. The last two results are sums for each key, which are
-    added. The others are joined along the query rows, which are the last axis of the third-last result and the third
-    axis of those before.
+    rectangle of the score matrix: normally all of it, but several in turn if the mask is too large to be evaluated at
+    once. The last two results are sums for each key. The one before them has the query rows on its last axis, the
+    others on their third.
     """
     visible = visible_keys(problem.mask, problem.grid)
     parts = visible.parts()

@@ -62,11 +62,10 @@ def row_blocks_of_weights(
     with_output: bool = False,
     scores: tuple[Scores | None, Scores | None] = (None, None),
 ) -> Iterator[RowBlock]:
-    """Split existing attention weights into row blocks, and yield these. Each block has some of the query rows, for all
-    heads and keys. `visible(rows)` returns a tensor that is True where a row may attend to a key; it may lack hidden
-    keys at the end. By default, keys of weight 0 count as hidden. The head outputs are `out` or, with `with_output`,
-    the weights times `values`. `scores` has the scores from which the weights were computed, and the same before a
-    softcap.
+    """Split existing attention weights into row blocks (some of the query rows, for all heads and keys), and yield
+    these. `visible(rows)` is True where a row may attend to a key, and may lack hidden keys at the end; by default,
+    keys of weight 0 are hidden. The head outputs are `out` or, with `with_output`, the weights times `values`. `scores`
+    has the scores of the weights, and the same before a softcap.
     """
     batch, heads, queries, keys = weights.shape
     grid = Grid(batch, heads, queries, keys, weights.device)
