@@ -24,7 +24,9 @@ LARGEST_SIZE = 2**31
 
 
 def whole_number(argument: str, value: Any, *, least: int, most: int | None = None) -> int:
-    """Return an integer, but no bool and not 2.0, from `least` to `most`, by default without a limit, as an int."""
+    """Return `value`, a Python, NumPy or torch integer, as an int. Raise `InputError` for a bool, for a float such as
+    2.0, and for a number below `least` or, if `most` is not None, above it.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -37,18 +39,22 @@ def whole_number(argument: str, value: Any, *, least: int, most: int | None = No
 
 
 def require_one_of(argument: str, value: Any, names: Collection[str]) -> None:
-    """Raise `InputError` if a value is not one of these names."""
+    """Raise `InputError` if `value` is not one of the strings in `names`."""
     if not isinstance(value, str) or value not in names:
         raise InputError(argument, expected=f"one of {', '.join(names)}", got=repr(value))
 
 
 def size_argument(argument: str, value: Any) -> int:
-    """Return a size of a layer or cache, such as a width, as an int from 1 to 2**31."""
+    """Return `value`, a size of a layer or cache such as a width, as an int. Raise `InputError` for anything but a
+    whole number from 1 to 2**31.
+    """
     return whole_number(argument, value, least=1, most=LARGEST_SIZE)
 
 
 def token_ids(argument: str, values: Any) -> list[int]:
-    """Return the distinct token ids of a collection in ascending order."""
+    """Return the distinct token ids in `values`, in ascending order. Raise `InputError` if `values` is not a collection
+    of integers.
+    """
     try:
         return sorted({whole_number(argument, value, least=-LARGEST_INTEGER, most=LARGEST_INTEGER) for value in values})
     except (TypeError, InputError):
@@ -58,14 +64,18 @@ def token_ids(argument: str, values: Any) -> list[int]:
 
 
 def collection_of(argument: str, values: Any, *, of: str) -> Iterable[Any]:
-    """Return `values` if it can be iterated and is not a string; `of` describes the expected collection."""
+    """Return `values` unchanged. Raise `InputError` for a string or an object that cannot be iterated; the message
+    expects "a collection of" and the text `of`.
+    """
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise InputError(argument, expected=f"a collection of {of}", got=repr(values))
     return values
 
 
 def pair_of(argument: str, values: Any, *, of: str) -> tuple[Any, Any]:
-    """Return a list or tuple of two hashable values as a tuple; `of` describes the two values."""
+    """Return `values`, a list or tuple of two hashable values, as a tuple. Raise `InputError` for anything else; `of`
+    is the expected value in its message.
+    """
     is_pair = isinstance(values, list | tuple) and len(values) == 2
     if not is_pair or not all(isinstance(value, Hashable) for value in values):
         raise InputError(argument, expected=of, got=repr(values))
@@ -73,7 +83,9 @@ def pair_of(argument: str, values: Any, *, of: str) -> tuple[Any, Any]:
 
 
 def named_head(value: Any) -> Any:
-    """Return the pair `(5, 11)` for the text "5.11", a name of a head, and any other value unchanged."""
+    """Convert a head's name to numbers: return the pair (layer, head), such as `(5, 11)`, for the string "5.11". Return
+    any other value unchanged.
+    """
     if isinstance(value, str) and re.fullmatch(r"\d+\.\d+", value, re.ASCII):
         layer, head = value.split(".")
         return int(layer), int(head)
@@ -81,32 +93,42 @@ def named_head(value: Any) -> Any:
 
 
 def head_pair(argument: str, value: Any, *, of: str) -> tuple[Any, Any]:
-    """Return a head as the pair (layer, head): a pair as `pair_of` does, or a name such as "5.11"."""
+    """Return a head as the pair (layer, head). `value` is such a pair or a name such as "5.11"; raise `InputError` for
+    anything else, with `of` as the expected value in its message.
+    """
     return pair_of(argument, named_head(value), of=of)
 
 
 def head_pairs(argument: str, heads: Any) -> list[tuple[Any, Any]]:
-    """Return a collection of heads as pairs (layer, head), as `head_pair` does for each."""
+    """Return a list of pairs (layer, head). Each of the `heads` is such a pair or a name such as "5.11"; raise
+    `InputError` for anything else.
+    """
     of = "heads (layer, head)"
     return [head_pair(argument, head, of=of) for head in collection_of(argument, heads, of=of)]
 
 
 def folder_path(argument: str, folder: Any) -> Path:
-    """Return the path of a folder, a string or path, as a `Path`; refuse an empty one, and a null character."""
+    """Return `folder`, a string or path object, as a `Path`. Raise `InputError` for another type, for an empty path,
+    and for a path with a null character. The folder need not exist.
+    """
     if not isinstance(folder, str | os.PathLike) or not str(folder) or "\0" in str(folder):
         raise InputError(argument, expected="the path of a folder", got=repr(folder))
     return Path(folder)
 
 
 def float_dtype(argument: str, dtype: Any) -> torch.dtype | None:
-    """Return a floating-point dtype or None; refuse anything else, such as "float16"."""
+    """Return `dtype`, a floating-point `torch.dtype` or None, unchanged. Raise `InputError` for anything else, such as
+    the string "float16".
+    """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(argument, expected="a floating-point dtype, such as torch.float16", got=repr(dtype))
     return dtype
 
 
 def device_argument(argument: str, device: Any) -> torch.device:
-    """Return a device, such as "cuda:0", as a `torch.device` on which torch can create tensors with numbers."""
+    """Return a device, such as "cuda:0", as a `torch.device`. Raise `InputError` if torch cannot create tensors on it,
+    and for "meta", whose tensors have no numbers.
+    """
     expected = "a device that torch can use"
     try:
         torch.empty(0, device=device)
@@ -122,7 +144,9 @@ def device_argument(argument: str, device: Any) -> torch.device:
 
 
 def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> float:
-    """Return a number above `above` as a float; refuse strings, infinity, NaN, and a tensor that requires grad."""
+    """Return `value`, a finite number greater than `above`, as a float. Raise `InputError` for other numbers, NaN,
+    strings, and a tensor that requires grad.
+    """
     number = _as_float(argument, value)
     if not above < number < math.inf:
         more = "" if above == -math.inf else f" above {above:g}"
@@ -131,12 +155,12 @@ def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> flo
 
 
 def is_whole(value: Any, least: int) -> bool:
-    """Return True for a whole number of at least `least`, and False for a bool."""
+    """Return True if `value` is an int, but not a bool, of at least `least`."""
     return type(value) is int and value >= least
 
 
 def probability(argument: str, value: Any) -> float:
-    """Return a probability of 0 or more and less than 1 as a float."""
+    """Return `value` as a float. Raise `InputError` unless it is a number from 0 up to, but not including, 1."""
     number = _as_float(argument, value)
     if not 0.0 <= number < 1.0:
         raise InputError(argument, expected="a probability of 0 or more and less than 1", got=repr(value))
@@ -144,21 +168,23 @@ def probability(argument: str, value: Any) -> float:
 
 
 def flag(argument: str, value: Any) -> bool:
-    """Return a bool; refuse every other type, such as 1 or None."""
+    """Return `value`, True or False, unchanged. Raise `InputError` for every other type, such as 1 or None."""
     if not isinstance(value, bool):
         raise InputError(argument, expected="True or False", got=repr(value))
     return value
 
 
 def require_module(model: Any) -> nn.Module:
-    """Return `model` if it is a torch module."""
+    """Return `model` unchanged if it is a torch module; otherwise raise `InputError`."""
     if not isinstance(model, nn.Module):
         raise InputError("model", expected="a torch module", got=type(model).__name__)
     return model
 
 
 def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, "..."]:
-    """Return a float tensor on the device of the tensor `like` as one that autograd can save."""
+    """Return `value`, a floating-point tensor on the same device as the tensor `like`; raise `InputError` for anything
+    else. A tensor made in inference mode is copied where autograd may have to save it.
+    """
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InputError(argument, expected="a float tensor", got=got)
@@ -168,9 +194,10 @@ def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, ".
 
 
 def whole_numbers(argument: str, values: Any, *, dimensions: tuple[int, ...], shape: str) -> Int[Tensor, "..."]:
-    """Return integers (a tensor, list or scalar) as a new int64 tensor that shares no memory with `values`. Refuse
-    bools, other dtypes than integers, and numbers of dimensions that are not in `dimensions`, which `shape` describes.
-    Under `torch.device("meta")`, a list or scalar becomes a tensor on the CPU, so that the numbers stay readable.
+    """Return integers (a tensor, list or scalar) as a new int64 tensor that shares no memory with `values`. Raise
+    `InputError` for bools, for other dtypes than integers, and for a number of axes that is not in `dimensions`. The
+    text `shape` describes the expected axes in the message. Under `torch.device("meta")`, a list or scalar becomes a
+    tensor on the CPU, so that Python code can read the numbers.
     """
     try:
         # `as_tensor` would move a tensor to torch's default device.
@@ -195,7 +222,9 @@ def position_ids(
     length: int | None = None,
     device: torch.device | None = None,
 ) -> Int[Tensor, "_ _"]:
-    """Return an integer tensor `(batch, length)` or `(1, length)`; None for a batch, length or device allows any."""
+    """Return `value`, an integer tensor of shape `(batch, length)` or `(1, length)`, unchanged. Raise `InputError` for
+    anything else. Where `batch`, `length` or `device` is None, it is not checked.
+    """
     expected = "a tensor of whole numbers (batch, length)"
     if not isinstance(value, Tensor):
         raise InputError(argument, expected=expected, got=type(value).__name__)
@@ -211,7 +240,9 @@ def position_ids(
 def positions_argument(
     argument: str, values: Any, *, batch: int, length: int, device: torch.device
 ) -> Int[Tensor, "#batch length"]:
-    """Return positions `(length,)`, `(1, length)` or `(batch, length)` as a new int64 tensor of two axes."""
+    """Return token positions of shape `(length,)`, `(1, length)` or `(batch, length)` as a new int64 tensor of shape
+    `(1, length)` or `(batch, length)`. Raise `InputError` for other shapes and for another device.
+    """
     tensor = whole_numbers(argument, values, dimensions=(1, 2), shape="(length,) or (batch, length)")
     tensor = tensor[None] if tensor.ndim == 1 else tensor
     if tensor.shape[0] not in (1, batch) or tensor.shape[1] != length:
@@ -222,8 +253,8 @@ def positions_argument(
 
 
 def has_own_class(tensor: Tensor) -> bool:
-    """Return True if a tensor is of torch's own class, or a parameter. A subclass may change what operators do with it,
-    and kernels that read the memory of a tensor would not notice.
+    """Return True if the type of a tensor is `torch.Tensor` or `nn.Parameter`, and not a subclass. A subclass may
+    change operators, and kernels that read the memory of a tensor would bypass this change.
     """
     return type(tensor) is Tensor or type(tensor) is nn.Parameter
 
@@ -233,22 +264,22 @@ _TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchMo
 
 
 def has_readable_values(tensor: Tensor) -> bool:
-    """Return True if Python code may read the tensor's values during a forward or backward pass: it has values
+    """Return True if Python code may read the tensor's numbers during a forward or backward pass: it has numbers
     (`has_values`), and is on the CPU. A read from another device would wait for all unfinished work of that device.
     """
     return has_values(tensor) and tensor.device.type == "cpu"
 
 
 def may_read_once(tensor: Tensor) -> bool:
-    """Return True if Python code may read the tensor's values once, when an object is made from it outside of a pass:
-    it has values, and no CUDA graph is being captured. On another device than a CPU the read waits for that device.
+    """Return True if Python code may read the tensor's numbers once, outside of a forward or backward pass. It must
+    have numbers (`has_values`), and no CUDA graph capture may be in progress. A read from a GPU waits for that GPU.
     """
     return has_values(tensor) and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return True if the tensor has values on its device: torch is neither compiling nor tracing operators, as with
-    fake tensors, and the tensor is neither on the meta device nor wrapped by a transform of `torch.func`.
+    """Return True if the tensor has actual numbers. Return False while torch compiles or traces, as with fake tensors.
+    Also return False for a tensor on the meta device, and for one that a transform of `torch.func` wraps.
     """
     if torch.compiler.is_compiling() or tensor.is_meta:
         return False
@@ -259,7 +290,9 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def known_to_be_true(condition: bool) -> bool:
-    """Return True if a condition on sizes is true, and, while compiling for any size, if it is true for all of them."""
+    """Return True if `condition`, a comparison of tensor sizes, is true. While torch compiles for variable sizes,
+    return True only if the condition is true for all of these sizes.
+    """
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
 
@@ -276,8 +309,9 @@ def called_by_compiler(function: FunctionT) -> FunctionT:
 
 
 def makes_plain_tensors() -> bool:
-    """Return True if an operator called now computes an ordinary tensor, which later calls may use too: torch is not
-    compiling or tracing, no transform of `torch.func` is active, and no mode receives the operators.
+    """Return True if an operator called now returns an ordinary tensor, which can be kept for later calls. Return False
+    while torch compiles or traces, inside a transform of `torch.func`, and while a torch function or dispatch mode is
+    active.
     """
     return not (
         torch.compiler.is_compiling()
@@ -289,8 +323,8 @@ def makes_plain_tensors() -> bool:
 
 
 def savable(tensor: Tensor) -> Tensor:
-    """Return a tensor that autograd can save: a copy of one that was made in inference mode, such as a mask, outside of
-    this mode.
+    """Return a tensor that autograd can save for the backward pass. Outside of inference mode, this is a copy of a
+    tensor that was made in inference mode; every other tensor is returned unchanged.
     """
     if torch.compiler.is_compiling() or not tensor.is_inference() or torch.is_inference_mode_enabled():
         return tensor
@@ -298,12 +332,16 @@ def savable(tensor: Tensor) -> Tensor:
 
 
 def records_program() -> bool:
-    """Return True in `torch.export`, the export to ONNX and `torch.jit.trace`, whose programs run without headwise."""
+    """Return True while `torch.export`, the export to ONNX or `torch.jit.trace` records a program. Such a program later
+    runs without headwise.
+    """
     return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
 
 
 def _why_unusable(device: str) -> str | None:
-    """Return why torch cannot use a device that has a kind of accelerator in its name; None if that is unknown."""
+    """Return the reason that torch cannot use a device named "cuda", "mps" or "xpu", with or without an index. Return
+    None for other devices, and if the reason is unknown.
+    """
     kind, _, index = device.partition(":")
     if kind not in ("cuda", "mps", "xpu"):
         return None
@@ -318,7 +356,9 @@ def _why_unusable(device: str) -> str | None:
 
 
 def _as_float(argument: str, value: Any) -> float:
-    """Return the value as a float, or NaN, which callers refuse, if it is a string or cannot be converted."""
+    """Return `value` as a float, or NaN if it is a string or cannot be converted; callers refuse NaN. Raise
+    `InputError` for a tensor that requires grad.
+    """
     if isinstance(value, Tensor) and value.requires_grad:
         remedy = "its gradient would be lost: pass float(value)"
         raise InputError(argument, expected="a number", got="a tensor that requires grad", remedy=remedy)

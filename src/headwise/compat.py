@@ -24,9 +24,9 @@ from headwise.shapes import Float
 
 class MultiheadAttention(nn.MultiheadAttention):
     """Drop-in replacement for `torch.nn.MultiheadAttention` that computes with `headwise.attend`. It has the same
-    arguments and state dict, and returns the same results with three exceptions. The output of a query that may
-    attend to nothing is `out_proj.bias`, and its weights are 0, where torch returns NaN. The returned weights are those
-    before dropout. `out_proj` is called as a module, so an adapter or a hook in its place has an effect.
+    arguments and state dict, and returns the same results with three exceptions. First, for a query that may attend to
+    no key, the output is `out_proj.bias` and the weights are 0, where torch returns NaN. Second, the returned weights
+    are those before dropout. Third, `out_proj` is called as a module, so an adapter or hook on it has an effect.
 
     In a boolean mask True means *ignored*, as in torch's layer and unlike in the rest of headwise. The additional child
     module `calls_forward` has no parameters; it makes `nn.TransformerEncoderLayer` call this layer in evaluation.
@@ -147,8 +147,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         key: Float[Tensor, "*keys kdim"],
         value: Float[Tensor, "*keys vdim"],
     ) -> tuple[Tensor, ...]:
-        """Return the projected queries, keys and values, on the last axis of each input. A parameter is read once,
-        because a parametrization computes it at every read.
+        """Return the queries, keys and values after the input projections, with the axes of `query`, `key` and `value`.
+        Each parameter is read only once, because a parametrization recomputes it at every read.
         """
         packed: Tensor | None = self._parameters.get("in_proj_weight")  # takes less time than reading an attribute
         bias: Tensor | None = self._parameters.get("in_proj_bias")
@@ -165,7 +165,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return tuple(F.linear(x, weight, add) for x, weight, add in zip(inputs, weights, biases, strict=True))
 
     def _split_heads(self, projected: Float[Tensor, "*any embed"]) -> Float[Tensor, "batch heads length head_dim"]:
-        """Return a view of projected features as `(batch, heads, length, head_dim)`."""
+        """Return a view of projected queries, keys or values as `(batch, heads, length, head_dim)`."""
         heads = projected.view(*projected.shape[:-1], self.num_heads, self.head_dim)
         if heads.ndim == 3:
             return heads.transpose(0, 1).unsqueeze(0)
@@ -174,7 +174,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _append_learned(
         self, heads: Float[Tensor, "batch heads keys head_dim"], learned: Float[Tensor, "1 1 embed"] | None
     ) -> Float[Tensor, "batch heads more_keys head_dim"]:
-        """Return keys or values with a learned token (`add_bias_kv`) and a zero token (`add_zero_attn`) at the end."""
+        """Return the keys or values with up to two more tokens at the end: the token `learned` unless it is None
+        (`add_bias_kv`), and a token of zeros with `add_zero_attn`.
+        """
         batch, num_heads, _, head_dim = heads.shape
         appended = []
         if learned is not None:
@@ -193,8 +195,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Mask | None, Float[Tensor, "#batch #heads #queries keys"] | None]:
-        """Return torch's masks as mask and bias of `attend`: the causal mask, where torch's flag states it for equally
-        many queries and keys, or the sum of both masks as a bias.
+        """Convert `key_padding_mask` and `attn_mask` to the arguments `mask` and `bias` of `attend`. With `is_causal`,
+        no padding mask and as many keys as queries, return the causal mask and no bias (except in `torch.export`).
+        Otherwise return no mask, and the sum of both masks as a bias, or None without masks.
 
         The masks become a bias because `attend` reads the values of boolean masks, which waits for a GPU and is
         forbidden under `vmap`. Appended keys are visible to all queries.
@@ -219,8 +222,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     # -- nested input ---------------------------------------------------------------------------------------------
 
     def _attend_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """Return self-attention over a nested tensor, as `nn.TransformerEncoder` passes it, and the weights with 0 at
-        padding, or None.
+        """Return self-attention over a nested tensor, such as `nn.TransformerEncoder` passes, as a nested tensor. Also
+        return the attention weights as a padded tensor with 0 at padding, or None if `need_weights` is False.
         """
         lengths = [len(sequence) for sequence in x.unbind()]
         padded = x.to_padded_tensor(0.0)  # (batch, length, embed)
@@ -235,7 +238,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def _check_nested(self, query: Tensor, key: Any, value: Any, *masks: Any) -> None:
-        """Raise `InputError` for a nested query that torch would refuse."""
+        """Raise `InputError` for a nested `query` in the cases that torch's layer refuses too: another layout than
+        strided, no `batch_first`, a `key` or `value` that is not `query` itself, or a mask.
+        """
         if query.layout is not torch.strided or not self.batch_first:
             raise InputError(
                 "query",
@@ -250,7 +255,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _is_plain_self_attention(self, query: Any, key: Any, value: Any) -> bool:
-        """Return True if the inputs are one plain tensor on the CPU in which `_check_inputs` would find nothing."""
+        """Return True for self-attention over one ordinary CPU tensor: query, key and value are the same object, and
+        its axes, width and dtype fit the layer. `_check_inputs` can be skipped then.
+        """
         weight = self._parameters.get("in_proj_weight")
         return (
             query is key is value
@@ -264,7 +271,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
-        """Raise `InputError` unless query, key and value fit the layer and each other."""
+        """Raise `InputError` unless query, key and value have the axes, widths, device and dtype that the layer
+        expects. Their batch sizes must be equal, and so must the lengths of key and value.
+        """
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, tensor, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
             if not isinstance(tensor, Tensor) or tensor.is_nested:
@@ -287,7 +296,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise InputError("value", expected=expected, got=tuple(value.shape[:-1]))
 
     def _check_masks(self, query: Tensor, key: Tensor, key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
-        """Raise `InputError` for a mask that does not fit, or `is_causal` without an `attn_mask`."""
+        """Raise `InputError` for a mask of the wrong type, device or shape, and for `is_causal` without `attn_mask`."""
         (batch, queries), (_, keys) = self._batch_and_length(query), self._batch_and_length(key)
         if key_padding_mask is not None:
             _check_mask("key_padding_mask", key_padding_mask, query, (batch, keys) if query.ndim == 3 else (keys,))
@@ -303,25 +312,31 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _batch_and_length(self, x: Tensor) -> tuple[int, int]:
-        """Return the batch size and the length of an input."""
+        """Return the batch size and the number of tokens of `x`; the batch size is 1 without a batch axis."""
         if x.ndim == 2:
             return 1, x.shape[0]
         return (x.shape[0], x.shape[1]) if self.batch_first else (x.shape[1], x.shape[0])
 
 
 def _do_nothing(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Forward pre-hook that does nothing; it is registered so that a module inside the attention layer has a hook."""
+    """Forward pre-hook without an effect. `MultiheadAttention` registers it because `nn.TransformerEncoderLayer` calls
+    the `forward` of a layer only if a module inside has a hook.
+    """
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """Return a mask of torch's layer, in which True is ignored, as a bias that is added to the scores."""
+    """Return a mask in torch's convention as a bias to add to the scores. A boolean mask, in which True hides a key,
+    becomes -inf at True and 0 elsewhere; a float mask is returned unchanged.
+    """
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
 
 
 def _check_mask(name: str, mask: Any, query: Tensor, *shapes: tuple[int, ...]) -> None:
-    """Raise `InputError` unless a mask is boolean or float, on the query's device and of one of these shapes."""
+    """Raise `InputError` unless `mask` is a boolean or float tensor on the device of `query` with one of the given
+    `shapes`.
+    """
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(

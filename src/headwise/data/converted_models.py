@@ -23,8 +23,9 @@ FORMAT = 1
 
 
 def cache_folder() -> Path:
-    """Return the folder of headwise's cache: the value of the environment variable HEADWISE_CACHE, by default the
-    folder that the operating system provides for caches of the user. It may not exist yet, and can always be deleted.
+    """Return the path of headwise's cache folder: the value of the environment variable HEADWISE_CACHE, or by default a
+    subfolder of the operating system's cache folder for the user. It may not exist yet, and it is always safe to
+    delete.
     """
     stated = os.environ.get(CACHE_VARIABLE)
     if stated:
@@ -34,9 +35,9 @@ def cache_folder() -> Path:
 
 
 def converted_folder(file: Path, save: Callable[[Path], None]) -> Path | None:
-    """Return the folder with the copy of a GGUF file in Hugging Face format, which `save` writes to an empty folder
-    unless there is an undamaged one of this content and the installed versions of transformers and gguf. Of several
-    processes, one writes it and the others wait. If the cache folder cannot be written, warn and return None.
+    """Return the cached folder that contains the model of a GGUF file in Hugging Face format. If there is no intact
+    folder for the file's content and the installed package versions, `save` fills a new one. Of several processes, one
+    writes it and the others wait. If the cache cannot be written, warn and return None.
     """
     filelock = require("filelock", purpose="the cache of converted models", extra="gguf")
     versions = [FORMAT, version("transformers"), version("gguf")]
@@ -64,7 +65,9 @@ def converted_folder(file: Path, save: Callable[[Path], None]) -> Path | None:
 
 
 def _write(folder: Path, file: Path, save: Callable[[Path], None]) -> None:
-    """Write the copy of a GGUF file to `folder`, which appears with all of its content at once."""
+    """Convert a GGUF file: call `save` on a temporary folder, add a list of the written files, and rename it to
+    `folder`. Thus `folder` never exists with only part of its content.
+    """
     print(f"headwise: converting {file.name}, once, to {folder}", file=sys.stderr)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
@@ -81,8 +84,8 @@ def _write(folder: Path, file: Path, save: Callable[[Path], None]) -> None:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return True if a folder has a complete copy: every file has the size and time at which it was written. If its
-    size is right and its time is not, as in a copied folder, its content decides.
+    """Return True if a converted folder is complete: every file has its recorded size, and its recorded modification
+    time or, failing that, its recorded hash. The times differ after the folder was copied.
     """
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]

@@ -21,23 +21,25 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class Document(NamedTuple):
-    """A text, and its location ("line 3 of notes.jsonl") for error messages."""
+    """Text of one document, and where it is stored ("line 3 of notes.jsonl"), for error messages."""
 
     text: str
     location: str
 
 
 def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]:
-    """Yield a document for each item, a text or a mapping with a text in `column`; its location is "document N"."""
+    """Yield a `Document` for each item: a string, or a mapping whose value in `column` is the text. Its location in
+    error messages is "document" and its number, from 1.
+    """
     for number, item in enumerate(items, 1):
         location = f"document {number}"
         yield Document(item, location) if isinstance(item, str) else _document_of_row(item, column, location)
 
 
 def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,)) -> Iterator[Document]:
-    """Yield the documents of `list_files(source)`. Each row of a Parquet or CSV file and each nonblank line of a JSON
-    lines file is a document: its text is the value in `column`, of one of the Python types `types`, as a string. Any
-    other file is one document.
+    """Yield the documents in the file `source`, or in all files below the folder `source`. Each row of a Parquet or CSV
+    file is one document, and so is each nonblank line of a JSON lines file. Its text is the value in `column`, which
+    must have one of the Python types `types`, and becomes a string. Any other file is one document as a whole.
     """
     for file in list_files(source):
         try:
@@ -55,8 +57,8 @@ def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,))
 
 
 def require_first_document(source: Path, column: str) -> None:
-    """Raise `InputError` if the first document of a file or folder cannot be read; nothing else is read. A pipe is not
-    checked, because it can be read only once.
+    """Raise `InputError` if a file or folder contains no document, or if its first document cannot be read. Further
+    documents are not read. A pipe is not checked, because it can be read only once.
     """
     with suppress(OSError):  # too long a path, which is reported when it is read
         if source.is_fifo():
@@ -66,7 +68,9 @@ def require_first_document(source: Path, column: str) -> None:
 
 
 def require_source(source: str | Path) -> None:
-    """Raise `InputError` if a file or folder does not exist, or is empty. Nothing is read."""
+    """Raise `InputError` if a file or folder does not exist, or is an empty file or a folder without files. Nothing is
+    read.
+    """
     for file in list_files(source):
         try:
             is_empty = not file.stat().st_size and file.is_file()
@@ -99,13 +103,17 @@ def list_files(source: str | Path) -> list[Path]:
 
 
 def _unreadable(file: Path, error: Exception) -> InputError:
-    """Return the error for a file that cannot be read, with the original exception's reason on one line."""
+    """Return the `InputError` for a file that cannot be read. Its message repeats the reason that the exception `error`
+    states.
+    """
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return InputError("data", expected=f"a file {str(file)!r} that can be read", got=reason)
 
 
 def _read_csv(file: Path, column: str, separator: str) -> Iterator[Document]:
-    """Yield the document in `column` of each row of a CSV file below the first, which has the names of the columns."""
+    """Yield a document for each row of a CSV file, with the text in the column called `column`. The first row has the
+    names of the columns.
+    """
     rows = csv.reader(io.StringIO(_decode(file.read_bytes(), file, offset=0), newline=""), delimiter=separator)
     names = None
     try:
@@ -126,7 +134,9 @@ def _read_csv(file: Path, column: str, separator: str) -> Iterator[Document]:
 
 
 def read_json_lines(file: Path) -> Iterator[tuple[Any, str]]:
-    """Yield the value of each nonblank line of a JSON lines file with its location, such as "line 3 of notes.jsonl"."""
+    """Yield each nonblank line of a JSON lines file as a pair: the parsed value, and its location, such as "line 3 of
+    notes.jsonl".
+    """
     with file.open("rb") as lines:
         offset = 0
         for number, line in enumerate(lines, 1):
@@ -146,7 +156,9 @@ def read_json_lines(file: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield the document in `column` of each row of a Parquet file."""
+    """Yield a document for each row of a Parquet file. Its text is the value in `column`, which must have one of the
+    Python types `types`.
+    """
     pyarrow = require("pyarrow", purpose="reading parquet", extra="tables")
     parquet = require("pyarrow.parquet", purpose="reading parquet", extra="tables")
     with file.open("rb") as stream:  # pyarrow cannot open some names
@@ -168,7 +180,9 @@ def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Docum
 
 
 def _decode(data: bytes, file: Path, offset: int) -> str:
-    """Return the text in UTF-8 of a file or of a line at `offset` bytes; refuse null bytes, as in a binary file."""
+    """Return `data`, the bytes of a file or of one of its lines, decoded as UTF-8. Raise `InputError` for other
+    encodings, and for null bytes, as in a binary file. The line starts at `offset` bytes in the file.
+    """
     if b"\0" in data:
         raise InputError("data", expected=f"text in {file}", got="a binary file")
     try:
@@ -179,7 +193,9 @@ def _decode(data: bytes, file: Path, offset: int) -> str:
 
 
 def _document_of_row(row: Any, column: str, location: str, types: ColumnTypes = (str,)) -> Document:
-    """Return the document whose text is the value, of one of `types`, in `column` of a row, which must be a mapping."""
+    """Return the document whose text is `row[column]` as a string. Raise `InputError` if `row` is not a mapping, if it
+    lacks the column, and for a value of another type than those in `types`.
+    """
     if not isinstance(row, Mapping):
         raise InputError("data", expected=f"an object with a column {column!r} in {location}", got=type(row).__name__)
     if column not in row:

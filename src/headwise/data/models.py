@@ -39,7 +39,9 @@ SAVED = "saved"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, its tokenizer, and its title; it can be unpacked into model and tokenizer."""
+    """A model in evaluation mode, its tokenizer, and a title for display. `model, tokenizer = loaded` unpacks the first
+    two.
+    """
 
     title: str
     model: nn.Module
@@ -51,8 +53,8 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Location of a model's files, found by the model's name. Its methods load the configuration, the tokenizer or the
-    weights, or raise `InputError`.
+    """Location of a model's files: a local folder or a hub id. The methods load the model's configuration, tokenizer or
+    weights from there, or raise `InputError`.
 
     Attributes:
         name: name by which the user called the model.
@@ -76,14 +78,16 @@ class ModelSource:
 
     @cached_property
     def _files(self) -> tuple[str, dict[str, str]]:
-        """Folder or hub id, and further arguments of `from_pretrained`; of a GGUF file the folder with its copy."""
+        """First argument (a folder or hub id) and keyword arguments for `from_pretrained`. For a GGUF file this is the
+        cached folder with its converted copy, unless `converts` is False or the copy cannot be written.
+        """
         folder = None
         if self.is_gguf and self.converts:
             folder = converted_folder(Path(self.location) / self.options["gguf_file"], self._save)
         return (self.location, self.options) if folder is None else (str(folder), {})
 
     def _save(self, folder: Path) -> None:
-        """Save the model of a GGUF file and its tokenizer in a folder, in Hugging Face format."""
+        """Read a GGUF file, and save its model and tokenizer in `folder`, in Hugging Face format."""
         source: Any = replace(self, converts=False)
         tokenizer = source.tokenizer()
         source.model("causal").save_pretrained(folder)
@@ -94,7 +98,9 @@ class ModelSource:
         return self._from_pretrained("model", "AutoConfig")
 
     def lm_head(self) -> str | None:
-        """Return the kind of the model's language-model head: "causal", "masked", or None for neither."""
+        """Return the kind of language-model head that the model was saved with: "causal", "masked", or None for
+        neither.
+        """
         architecture = "CausalLM" if self.is_gguf else "".join(self.config().architectures or ())
         if "CausalLM" in architecture or "LMHeadModel" in architecture:
             return "causal"
@@ -111,7 +117,9 @@ class ModelSource:
         return self._from_pretrained("tokenizer", "AutoTokenizer")
 
     def tokenizer_if_any(self) -> Any:
-        """Return the tokenizer of the model; None if it reads no token ids, such as one of images, and has none."""
+        """Return the tokenizer of the model. Return None if there is none and the model reads other data than token
+        ids, such as images.
+        """
         try:
             return self.tokenizer()
         except InputError:
@@ -121,9 +129,9 @@ class ModelSource:
             return None
 
     def model(self, lm_head: str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return the model in evaluation mode, with the language-model head `lm_head`, "causal" or "masked", or without
-        one, or for "saved" in the class that it was saved as. `dtype` is the data type of its weights; None for the
-        saved one.
+        """Load the model and return it in evaluation mode. `lm_head` selects its head: "causal" or "masked" for that
+        language-model head, None for no head, "saved" for the class that the model was saved as. `dtype` is the data
+        type of the weights; None keeps that of the saved weights.
         """
         transformers, name = _transformers(), AUTO_CLASSES.get(lm_head, "")
         if lm_head == SAVED and self.is_gguf:
@@ -158,15 +166,17 @@ class ModelSource:
         return loaded
 
     def _lacks_head(self, lm_head: str | None, reason: str) -> InputError:
-        """Return the error for a model without a language-model head of a kind, for a `reason`."""
+        """Return the `InputError` for a model that lacks a language-model head of the kind `lm_head`; `reason` is a
+        clause of its message.
+        """
         expected = f"a model with a {lm_head} language-model head"
         remedy = "smollm2 is such a model" if lm_head == "causal" else None
         return InputError("model", expected=expected, got=f"{self.name!r}, {reason}", remedy=remedy)
 
     def _require_all_weights(self, report: Mapping[str, Any], lm_head: str | None, body: str) -> None:
-        """Raise `InputError` if weights were missing or had other shapes, according to the report of `transformers`.
-        Models that were trained without a pooler, which AutoModel adds, may lack it. `body` is the start of the names
-        of weights that do not belong to the head.
+        """Raise `InputError` if `report`, the loading report of `transformers`, lists weights that are missing or have
+        another shape. A missing pooler is allowed, because AutoModel adds one to models trained without it. A weight
+        whose name does not start with `body` belongs to the head.
         """
         mismatched = sorted(report["mismatched_keys"])
         if mismatched:
@@ -182,7 +192,9 @@ class ModelSource:
             raise InputError("model", expected="all of the model's weights", got=got)
 
     def _from_pretrained(self, argument: str, auto_class: str, **options: Any) -> Any:
-        """Call `from_pretrained` of a class; a failure is an `InputError` of `argument`, "model" or "tokenizer"."""
+        """Call `from_pretrained` of the class of `transformers` named `auto_class`, and return the result. Any failure
+        becomes an `InputError` about `argument`, which is "model" or "tokenizer".
+        """
         transformers = _transformers()
         loader, (location, files) = getattr(transformers, auto_class), self._files
         try:
@@ -205,8 +217,8 @@ def load(
 ) -> LoadedModel:
     """Load a model and its tokenizer by name: "minilm" or "smollm2" (small models in Python packages), a folder in
     Hugging Face format, or a hub id. The result has the attributes `model`, `tokenizer` and `title`. It can be unpacked
-    into model and tokenizer. The tokenizer of a model that reads no token ids, such as one of images, is None if it has
-    none.
+    into model and tokenizer. The tokenizer is None if the model has none and reads other data than token ids, such as
+    images.
 
     Args:
         name: the model's name.
@@ -242,9 +254,9 @@ def load(
 
 
 def find_model(name: str, revision: str | None = None, *, argument: str = "model") -> ModelSource:
-    """Return the location of the model called `name`: a key of `PACKAGED`, such as "minilm", a Hugging Face folder, or
-    a hub id, of which the configuration has to be reachable; a `revision` is one on the hub. `argument` is the name of
-    the argument in error messages.
+    """Return the location of the files of the model called `name`: "minilm" or another key of `PACKAGED`, a Hugging
+    Face folder, or a hub id whose configuration can be fetched. `revision` is a branch, tag or commit on the hub. Error
+    messages call the name by the argument name `argument`.
     """
     _transformers()
     if not isinstance(name, str) or not name:
@@ -273,7 +285,9 @@ def find_model(name: str, revision: str | None = None, *, argument: str = "model
 
 
 def is_existing_folder(name: str | Path) -> bool:
-    """Return True if a name is the path of an existing folder, and False also for a name that cannot be a path."""
+    """Return True if `name` is the path of an existing folder. Return False otherwise, also for text that cannot be a
+    path.
+    """
     try:
         return Path(name).is_dir()
     except (OSError, ValueError):  # too long a path, or a null character
@@ -285,9 +299,9 @@ def _transformers() -> Any:
 
 
 def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
-    """Raise `InputError` if the `config.json` of a model that is in no local folder and no installed package is neither
-    in the local cache nor on the Hugging Face hub, or if the hub cannot be reached. One request is enough here, whereas
-    `from_pretrained` would retry for a minute without a network.
+    """Raise `InputError` unless the `config.json` of the model called `name` is in the local Hugging Face cache or on
+    the hub. The name is neither a local folder nor in an installed package. This check sends one request, whereas
+    `from_pretrained` without a network would retry for a minute.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -323,7 +337,9 @@ def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
 
 
 def _why_not_on_hub(hub_id: str, revision: str | None) -> str | None:
-    """Return a clause that states why the `config.json` of a model is in neither cache nor hub; None if it is."""
+    """Return the reason that the `config.json` of a model is neither in the local cache nor on the Hugging Face hub.
+    The reason is a clause for an error message; it is None if the file is in one of them.
+    """
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(hub_id, "config.json", revision=revision), str):
@@ -345,14 +361,14 @@ def _why_not_on_hub(hub_id: str, revision: str | None) -> str | None:
 
 
 def _letters(name: str) -> str:
-    """Return the letters and digits of a name in lower case."""
+    """Return only the letters and digits of a name, in lower case, so that similar names can be compared."""
     return re.sub(r"[\W_]", "", name.lower())
 
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """While the context is open, let `transformers` print no warnings about the model, since headwise raises an error
-    for the serious ones, and show its progress bars only of what takes more than 2 s.
+    """Silence `transformers` while the context is open. Its warnings about the model are not printed, since headwise
+    raises errors for the serious ones, and its progress bars appear only after 2 s.
     """
     logging = transformers.utils.logging
     verbosity, set_hook = logging.get_verbosity(), getattr(logging, "set_tqdm_hook", lambda hook: None)
@@ -367,6 +383,8 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first sentence of an exception's message, without terminal colour codes, or the name of its type."""
+    """Return the first sentence of an exception's message, without terminal colour codes. If the message is empty,
+    return the exception's type name.
+    """
     text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
     return text.split(". ")[0].rstrip(".") or type(error).__name__

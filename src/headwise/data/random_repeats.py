@@ -29,8 +29,9 @@ def random_repeats(
     avoid: Collection[int] = (),
     seed: int = 0,
 ) -> Int[Tensor, "samples length"]:
-    """Draw `samples` sequences of random token ids, from 0 to `vocabulary - 1` without those in `avoid`. In each
-    sequence, a series of `tokens` distinct ids occurs `times` times in a row.
+    """Return `samples` sequences that each repeat random tokens: `tokens` distinct token ids, drawn at random, then the
+    same ids in the same order again, `times` times in total. Ids are from 0 to `vocabulary - 1`, without those in
+    `avoid`.
 
     Args:
         vocabulary: ids are drawn from 0 up to and without this number.
@@ -61,7 +62,9 @@ def random_repeats(
 
 
 def repeats_for_model(model: nn.Module, avoid: Collection[int], tokenizer: Any = None) -> Int[Tensor, "samples length"]:
-    """Return `random_repeats` of a model's vocabulary, between the special tokens that the tokenizer adds."""
+    """Return sequences of repeated random tokens (`random_repeats`) from a model's vocabulary without the ids in
+    `avoid`. With a tokenizer, each sequence is enclosed in the special tokens that the tokenizer adds.
+    """
     embeddings = input_embeddings(model)
     if not isinstance(embeddings, nn.Embedding):
         remedy = "repeats=hw.random_repeats(vocabulary), or repeats=False"

@@ -29,14 +29,18 @@ MOST_IDS = 2**32
 
 
 class _Sequence(NamedTuple):
-    """Token ids with special tokens, and the number of their document; -1 for a sequence of separators alone."""
+    """One sequence of token ids, including special tokens, and the number of the document that it is from. The number
+    is -1 if the sequence contains only separators between documents.
+    """
 
     ids: Int[Tensor, " tokens"]
     document: int
 
 
 def batches_of(sequences: Iterable[Int[Tensor, "_"]], size: int) -> Iterator[dict[str, Int[Tensor, "_ _"]]]:
-    """Yield batches of at most `size` sequences of one length, longest first, and equally long ones in their order."""
+    """Yield batches of at most `size` sequences of equal length. The longest sequences come first; sequences of the
+    same length stay in their order.
+    """
     for _, same_length in groupby(sorted(sequences, key=len, reverse=True), key=len):
         while rows := list(islice(same_length, size)):
             ids = torch.stack(rows).long()
@@ -45,7 +49,8 @@ def batches_of(sequences: Iterable[Int[Tensor, "_"]], size: int) -> Iterator[dic
 
 @dataclass(frozen=True)
 class Texts:
-    """A data set of documents that yields batches of tokens for a `transformers` model, any number of times.
+    """A data set of documents that yields batches of tokens for a `transformers` model. It can be iterated any number
+    of times.
 
     Iteration yields mappings with `input_ids` and `attention_mask` of shape `(batch, tokens)`. All sequences of a batch
     have the same length and need no padding; the longest come first.
@@ -99,9 +104,9 @@ class Texts:
                 object.__setattr__(self, name, number)  # an int, also for an integer of numpy
 
     def within(self, model: nn.Module) -> "Texts":
-        """Return these texts with `context`, the largest number of tokens per sequence, set or checked for a model. If
-        `context` is None, it becomes 2048, or the limit of the model and its tokenizer if that limit is smaller. A
-        `context` above the limit of the model and its tokenizer raises `InputError`.
+        """Return these texts with the option `context`, the largest number of tokens per sequence, set or checked for a
+        model. If `context` is None, it becomes 2048, or the limit of the model and its tokenizer if that limit is
+        smaller. A `context` above the limit of the model and its tokenizer raises `InputError`.
 
         Raises:
             InputError: `context` is set and exceeds the model's limit.
@@ -143,9 +148,9 @@ class Texts:
         return [ids for ids, _ in self._tokenized]
 
     def document_numbers(self) -> list[int]:
-        """Return the number of the document, from 0, that each sequence is from, in the order in which the batches have
-        the sequences. Documents without text, which are left out, have numbers too. A packed sequence of several
-        documents is from the one with most of its tokens.
+        """Return, for each sequence in the order of the batches, the number of the document that it is from. Documents
+        are numbered from 0, including those without text, which have no sequence. A packed sequence of several
+        documents counts to the document with most of its tokens.
 
         Raises:
             InputError: the data is empty, binary, not UTF-8, lacks the column, or is longer than the context.
@@ -155,8 +160,8 @@ class Texts:
         return [sequence.document for sequence in longest_first]
 
     def tokenize(self, advance: Callable[[int], None]) -> None:
-        """Read and tokenize the texts now, unless that is done. `advance` is called with the number of new sequences,
-        again and again, so that a caller can show the progress.
+        """Read and tokenize the texts now, if this has not been done. `advance(1)` is called after each new sequence,
+        so that a caller can show the progress.
 
         Raises:
             InputError: the data is empty, binary, not UTF-8, lacks the column, or is longer than the context.
@@ -172,11 +177,15 @@ class Texts:
 
     @cached_property
     def _tokenized(self) -> list["_Sequence"]:
-        """All sequences with their documents, in the order of the data."""
+        """All sequences with the numbers of their documents, in the order of the data; read and tokenized at first
+        access.
+        """
         return self._tokenize(lambda _sequences: None)
 
     def _tokenize(self, advance: Callable[[int], None]) -> list["_Sequence"]:
-        """Return all sequences with their special tokens; call `advance(1)` after each."""
+        """Read and tokenize the texts, and return all sequences with their special tokens. `advance(1)` is called after
+        each sequence.
+        """
         special_tokens = SpecialTokens.of(self.tokenizer)
         room = (self.context or self._default_context) - special_tokens.size
         if room < 1:
@@ -204,8 +213,9 @@ class Texts:
         return min(max_input_tokens(None, self.tokenizer) or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
     def _parts(self, room: int) -> Iterator[list[int]]:
-        """Yield the tokens of each sequence, at most `room`, without special tokens around them. Each token is its id
-        plus `MOST_IDS` times the number of its document; a separator between documents is -1 minus its id.
+        """Yield the tokens of each sequence, at most `room`, without the special tokens around a sequence. Each token
+        is a number: its id plus `MOST_IDS` times the number of its document. A separator between documents is -1 minus
+        its id.
         """
         if self.documents == "pack":
             yield from self._packed(room)
@@ -223,8 +233,8 @@ class Texts:
             yield from (tokens[start : start + room] for start in range(0, stop, room))
 
     def _packed(self, room: int) -> Iterator[list[int]]:
-        """Join the tokens of all documents, with a separator between documents if the tokenizer has an end token, and
-        yield consecutive sequences of exactly `room` tokens. The shorter remainder at the end is dropped, except when
+        """Join the tokens of all documents, and yield consecutive sequences of exactly `room` tokens. Between documents
+        there is a separator if the tokenizer has an end token. The shorter remainder at the end is dropped, except when
         it is the only sequence.
         """
         end_tokens = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
@@ -244,7 +254,9 @@ class Texts:
             yield remainder
 
     def _tokens_of_documents(self) -> Iterator[tuple[list[int], str]]:
-        """Yield the tokens of each document, as `_parts` does, and its location; blank ones are only numbered."""
+        """Yield the tokens of each document that is not blank, with the document's location for error messages. Each
+        token is its id plus `MOST_IDS` times the number of its document; blank documents are numbered too.
+        """
         read = read_documents if isinstance(self.source, str | Path) else documents_in_memory
         source: Any = self.source
         remaining = (each for each in enumerate(read(source, self.column)) if each[1].text.strip())

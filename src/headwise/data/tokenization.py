@@ -27,7 +27,7 @@ CONTEXT = 16
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a tokenized text, for display.
+    """Word of a tokenized text, as it is displayed.
 
     Attributes:
         text: the word on one line, with visible blanks and control characters.
@@ -42,7 +42,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a text, for display.
+    """Token of a text, as it is displayed, and how it is separated from the token before it.
 
     Attributes:
         text: its characters on one line, with visible blanks and control characters.
@@ -58,7 +58,7 @@ class Token:
 
 
 class EncodedText(NamedTuple):
-    """A tokenized text.
+    """Result of tokenizing one text for a model: the model's inputs, and the tokens and words for display.
 
     Attributes:
         text: the text; of a truncated one, the part that the tokens stand for.
@@ -79,7 +79,8 @@ class EncodedText(NamedTuple):
 
 def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> EncodedText:
     """Tokenize a text for a model, and group the tokens into words. A text that is too long for the model is cut if
-    `truncate` is True, otherwise refused, as are an empty text and a tokenizer that does not fit the model.
+    `truncate` is True; otherwise it raises `InputError`. So do an empty text and a tokenizer with ids outside of the
+    model's vocabulary.
     """
     require_tokenizer(tokenizer)
     require_text(text)
@@ -136,7 +137,9 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
 
 
 def text_model(model: Any) -> nn.Module:
-    """Return the part of a `transformers` model that reads text, such as the encoder of an encoder-decoder."""
+    """Return the part of a `transformers` model that reads text: the encoder of an encoder-decoder, otherwise the model
+    itself. Raise `InputError` for a model that reads other data, such as images.
+    """
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise InputError("model", expected="a transformers model", got=type(model).__name__)
     reader: Any = model
@@ -163,7 +166,9 @@ def max_input_tokens(model: Any, tokenizer: Any) -> int | None:
 
 
 def input_embeddings(model: Any) -> Any:
-    """Return the module that embeds a model's token ids; None if the model has no method for it."""
+    """Return the module that embeds a model's token ids. Return None if the model does not provide it by
+    `get_input_embeddings`.
+    """
     try:
         return model.get_input_embeddings()
     except (AttributeError, NotImplementedError):  # of a plain module, and of some of `transformers`
@@ -171,8 +176,9 @@ def input_embeddings(model: Any) -> Any:
 
 
 def output_embeddings(model: Any) -> Any:
-    """Return the module that only turns a model's last hidden states into logits of tokens; None if the model has no
-    method for it, or one that returns input embeddings, as in FSMT.
+    """Return the module that turns a model's last hidden states into logits over the vocabulary, and does nothing else.
+    Return None if the model does not provide it by `get_output_embeddings`, or returns an `nn.Embedding` there, as FSMT
+    does.
     """
     try:
         module = model.get_output_embeddings()
@@ -202,12 +208,13 @@ def require_text(text: Any) -> None:
 def _group_into_words(
     text: str, tokens: list[str], pieces: list[int | None], spans: list[list[int]], is_special: list[bool]
 ) -> tuple[list[Word], Int[Tensor, " tokens"]]:
-    """Return the words of a text for display, and the index of each token's word. A token continues the word before it
-    if there is no blank between them in the text, and both come from the same piece. A special token is a word of its
-    own, and a wide character (such as a Chinese one) starts a word. No word starts within a character as readers see
-    it, such as a flag, a family of emoji or a letter with its marks.
+    """Group the tokens of a text into words. Return the words for display, and for each token the index of its word. A
+    token joins the word before it if no blank separates them in the text and both come from the same piece of text. A
+    special token is a word by itself, and a wide character (such as a Chinese one) starts a word. No word starts inside
+    a user-perceived character, such as a flag, an emoji of several code points, or a letter with its marks.
 
-    Both are needed: some tokenizers treat a whole text as one piece, others include the blank in the token.
+    Both conditions for joining are needed: some tokenizers treat a whole text as one piece, others include the blank in
+    the token.
 
     Args:
         text: the tokenized text.
@@ -244,19 +251,22 @@ def _group_into_words(
 
 
 def displayed_token(characters: str, special: bool, with_blanks: str) -> Token:
-    """Return a token for display; `with_blanks` are the characters of the text since the token before."""
+    """Return a `Token` for display from its characters. `with_blanks` is the text from the end of the previous token to
+    the end of this one; the blanks at its start show how the two are separated.
+    """
     blanks = with_blanks[: len(with_blanks) - len(with_blanks.lstrip())]
     return Token(_on_one_line(characters), special, bool(blanks), "\n" in blanks)
 
 
 def displayed_word(characters: str) -> Word:
-    """Return a `Word` for display from the characters of a word."""
+    """Return a `Word` for display from its characters. It counts as lexical if one of them is a letter or digit."""
     return Word(_on_one_line(characters), False, any(character.isalnum() for character in characters))
 
 
 def _on_one_line(characters: str) -> str:
-    """Return characters for display on one line. Blanks at the ends are removed, and inner ones become single spaces.
-    Blanks alone become `␣`, and control characters are written as escapes, except `JOINERS`.
+    """Return a text for display on one line. Blanks at its ends are removed, and blanks inside become single spaces. A
+    text of blanks alone becomes `␣`. Control characters become escape sequences, except the invisible characters in
+    `JOINERS`.
     """
     shown = " ".join(characters.split()) or characters.replace(" ", "") or "␣"
     kept = {index for joiner in JOINERS.finditer(shown) for index in range(*joiner.span())}
@@ -267,7 +277,7 @@ def _on_one_line(characters: str) -> str:
 
 
 def character_spans(text: str) -> list[tuple[int, int]]:
-    """Return start and end of each character as readers see it (extended grapheme cluster of Unicode)."""
+    """Return start and end index of each user-perceived character of a text (extended grapheme cluster of Unicode)."""
     if text.isascii():
         return [(index, index + 1) for index in range(len(text))]
     regex = require("regex", purpose="dividing a text into words", extra="hf")
@@ -275,7 +285,7 @@ def character_spans(text: str) -> list[tuple[int, int]]:
 
 
 class DecodedWords(NamedTuple):
-    """Decoded tokens, for display.
+    """Decoded token ids for display: the characters of each token, and the words that the tokens form.
 
     Attributes:
         pieces: characters of each token; empty for a token that ends in the middle of a character.
@@ -291,9 +301,9 @@ class DecodedWords(NamedTuple):
 
 
 def decoded_words(tokenizer: Any, ids: list[int], context: Sequence[int] = ()) -> DecodedWords:
-    """Decode token ids after a `context`, and group the tokens into words. A word starts at white space, at a special
-    token and after it, at a wide character (such as a Chinese one), and between letters or digits and other characters,
-    but never within a character as readers see it, such as a flag.
+    """Decode token ids that follow the ids in `context`, and group the tokens into words. A word starts at white space,
+    before and after a special token, and at a wide character (such as a Chinese one). It also starts where letters or
+    digits meet other characters. No word starts inside a user-perceived character, such as a flag.
     """
     special = special_ids(tokenizer)
     names = tokenizer.convert_ids_to_tokens(ids)
@@ -313,7 +323,9 @@ def decoded_words(tokenizer: Any, ids: list[int], context: Sequence[int] = ()) -
 
 
 def _continues(word: str, piece: str) -> bool:
-    """Return True if the characters of a token continue a word."""
+    """Return True if a token with the characters `piece` belongs to the current word, whose characters so far are
+    `word`.
+    """
     if not piece:
         return True
     if word.strip() and all(start != len(word) for start, _ in character_spans(word + piece)):
@@ -324,8 +336,8 @@ def _continues(word: str, piece: str) -> bool:
 
 
 def _pieces(tokenizer: Any, ids: list[int], context: list[int]) -> list[str]:
-    """Return the characters that each token adds to the decoded text after `context`. The last token of a character
-    that consists of several adds this character.
+    """Return, for each token id, the characters that it adds to the decoded text after `context`. If several tokens
+    form one character, the last of them adds it, and the others add an empty string.
     """
     pieces: list[str] = []
     done = tokenizer.decode(context, skip_special_tokens=False, clean_up_tokenization_spaces=False) if context else ""
@@ -340,8 +352,8 @@ def _pieces(tokenizer: Any, ids: list[int], context: list[int]) -> list[str]:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of a tokenizer's special tokens. The unknown token, which stands for an ordinary word, is none of
-    them, unless it is also another special token, such as the one that ends a text.
+    """Return the ids of a tokenizer's special tokens. The unknown token is left out, because it stands for an ordinary
+    word. It is included if the same id is also another special token, such as the end token.
     """
     names = ("bos", "eos", "sep", "pad", "cls", "mask")
     others = {getattr(tokenizer, f"{name}_token_id", None) for name in names}

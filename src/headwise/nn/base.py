@@ -46,8 +46,8 @@ HeadsAndWeights = tuple[Outputs, Weights | None]
 
 
 class LayerCall(NamedTuple):
-    """Checked options of one call of an attention layer: mask, bias, gate, positions, cache and the like, but not its
-    input tensors.
+    """Options of one call of an attention layer, after they have been checked: mask, bias, gate, positions, cache and
+    others. The input tensors are not included.
 
     Attributes:
         mask: keys that each query may attend to, according to the layer, the cache and the caller together.
@@ -71,8 +71,9 @@ class LayerCall(NamedTuple):
 
     @property
     def needs_full_capacity(self) -> bool:
-        """True if attention must run over all slots of a `StaticCache`, not only over the stored tokens: for a bias,
-        for weights, for a mask that prescribes a number of keys, and where the number of stored tokens cannot be read.
+        """True if attention must run over all slots of a `StaticCache` (a cache of fixed size), not only over those
+        with tokens. The causes are a bias, returned weights, a mask for a certain number of keys, or a number of stored
+        tokens that Python cannot read. Also True without a `StaticCache`.
         """
         if not isinstance(self.cache, StaticCache) or not self.cache.can_omit_empty_slots:
             return True
@@ -81,8 +82,9 @@ class LayerCall(NamedTuple):
 
 
 class ScoreParameters(NamedTuple):
-    """Scale, softcap, sink logits and talking-heads matrices of one layer call, as arguments of `attend`. A scale that
-    is a tensor, and the sink logits, have one entry per score map; a head has one, or two in differential attention.
+    """Arguments of `attend` that change the scores of one layer call: scale, softcap, sink logits and talking-heads
+    matrices. The sink logits, and a scale that is a tensor, have one entry per score map. A head has one score map, or
+    two in differential attention.
     """
 
     scale: float | Float[Tensor, " maps"]
@@ -92,7 +94,7 @@ class ScoreParameters(NamedTuple):
 
 
 class AttentionLayer(nn.Module):
-    """Base class of the attention layers. It registers the learned parameters of a layer's attention scores (sinks,
+    """Base class of the attention layers. It registers the learned parameters that act on attention scores (sinks,
     temperature, talking-heads matrices), calls `attend`, creates and updates caches, and checks options and inputs.
 
     Attributes:
@@ -123,12 +125,16 @@ class AttentionLayer(nn.Module):
     # -- parameters of the scores -----------------------------------------------------------------------------
 
     def _register_score_parameters(self, maps: int, **factory: Any) -> None:
-        """Register the learned parameters of the option `scores` for `maps` score maps, and None for the others."""
+        """Register the learned parameters that the layer's option `scores` switches on, for `maps` score maps (one or
+        two per head). Register None for those that are switched off.
+        """
         for name, shape in (self.scores or PLAIN_SCORES).parameter_shapes(maps).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if shape else None)
 
     def _reset_all(self, stacked: str, widths: tuple[int, ...]) -> None:
-        """Initialise all parameters; `stacked` is the name of a projection with parts of these widths."""
+        """Initialise all parameters of the layer. The projection called `stacked` is a fused one: its weight has parts
+        with `widths` rows, each of which is initialised as a matrix by itself.
+        """
         for name, module in self.named_children():
             if isinstance(module, nn.Linear):
                 reset_linear(module, widths if name == stacked else (module.out_features,))
@@ -144,14 +150,16 @@ class AttentionLayer(nn.Module):
                 initialise(parameter)
 
     def _shown(self, *names: str) -> str:
-        """Return the attributes with these names as text, except None and modules, which `repr` adds."""
+        """Return the attributes called `names` as text such as "num_heads=8, value_dim=64", for `extra_repr`.
+        Attributes that are None or modules are left out, because `repr` shows modules anyway.
+        """
         values = {name: getattr(self, name) for name in names}
         shown = {name: value for name, value in values.items() if not isinstance(value, nn.Module | None)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
     def _score_parameters(self, head_dim: int) -> ScoreParameters:
-        """Return the parameters of the scores for one call. The default scale follows from `head_dim`; the learned
-        temperature divides the scale.
+        """Return the scale, softcap, sinks and talking-heads matrices for one call. The scale is `head_dim ** -0.5`
+        unless the layer's options state another one, divided by the learned temperature if there is one.
         """
         parameters = self._parameters  # reading None from here takes less time than as an attribute
         if (
@@ -175,7 +183,7 @@ class AttentionLayer(nn.Module):
     def _split_heads(
         self, projected: Float[Tensor, "batch length width"], heads: int
     ) -> Float[Tensor, "batch {heads} length head_width"]:
-        """Return a view of projected features as `(batch, heads, length, head_width)`."""
+        """Return a view of projected queries, keys or values as `(batch, heads, length, head_width)`."""
         batch, length, width = projected.shape
         return projected.view(batch, length, heads, width // heads).transpose(1, 2)
 
@@ -187,8 +195,8 @@ class AttentionLayer(nn.Module):
         call: LayerCall,
         rotary: Rotary | None,
     ) -> AttentionInputs:
-        """Return the queries, keys and values for `attend`: rotated, and with the cached keys and values before the new
-        ones. `v` is None if the values are part of the keys, as in latent attention.
+        """Return the queries, keys and values for `attend`: queries and keys rotated by position, and cached keys and
+        values placed before the new ones. `v` is None if the values are part of the keys, as in latent attention.
         """
         if rotary is None and call.cache is None and call.positions is None and call.offsets is None:
             return AttentionInputs(q, k, k if v is None else v)
@@ -196,7 +204,9 @@ class AttentionLayer(nn.Module):
         return prepare_qkv(q, k, v, rotary, positions, cache, lengths, call.needs_full_capacity, offsets)
 
     def _call_attend(self, inputs: AttentionInputs, call: LayerCall, parameters: ScoreParameters) -> HeadsAndWeights:
-        """Return the output of each head times the gate of the call, and the attention weights or None."""
+        """Call `attend`, and return the output of each head, multiplied by the call's gate if there is one. Also return
+        the attention weights, or None if the call does not request them.
+        """
         attended = attend(
             inputs.q,
             inputs.k,
@@ -220,7 +230,9 @@ class AttentionLayer(nn.Module):
         return attended, None
 
     def _commit(self, inputs: AttentionInputs, call: LayerCall) -> None:
-        """Write the new keys and values to the cache: the last step, so that a failed call leaves it unchanged."""
+        """Write the keys and values of the new tokens to the cache. This is the last step of a call, so that a call
+        that fails leaves the cache unchanged.
+        """
         if call.cache is not None and inputs.cache_update is not None:
             call.cache.commit(inputs.cache_update)
 
@@ -228,7 +240,9 @@ class AttentionLayer(nn.Module):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of each tensor that a cache of this layer stores."""
+        """Number of heads and width of each tensor that a cache stores for this layer, such as those of the keys and of
+        the values.
+        """
         raise NotImplementedError
 
     def static_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> StaticCache:
@@ -260,7 +274,9 @@ class AttentionLayer(nn.Module):
             backend_named(self.backend)
 
     def _check_input(self, name: str, tensor: Any, width: int) -> None:
-        """Raise `InputError` unless an input has 2 or 3 axes, this width, and the device and dtype of the layer."""
+        """Raise `InputError` unless an input tensor has 2 or 3 axes, the last of size `width`, and the device and dtype
+        of the layer.
+        """
         if not isinstance(tensor, Tensor) or tensor.is_nested:
             got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(name, expected="a tensor", got=got)
@@ -271,8 +287,8 @@ class AttentionLayer(nn.Module):
         check_like_layer(name, tensor, self)
 
     def _input_parameter(self) -> Tensor | None:
-        """Return a floating-point parameter of the projection of x, whose device and dtype inputs must have; None if
-        there is none, as when it is quantised.
+        """Return a floating-point parameter of the projection that reads x. Inputs must have its device and dtype.
+        Return None if the projection has no such parameter, as when it is quantised.
         """
         modules = self._modules
         for name in INPUT_PROJECTIONS:
@@ -285,8 +301,8 @@ class AttentionLayer(nn.Module):
         return next((parameter for parameter in projection.parameters() if parameter.is_floating_point()), None)
 
     def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:
-        """Return the mask of a call, with those of the caller, the cache and the layer combined by `&`, and its bias. A
-        float tensor passed as `mask` becomes the bias.
+        """Return the mask and the bias of a call. The masks of the caller, the cache and the layer are combined by `&`.
+        A float tensor passed as `mask` becomes the bias.
         """
         mask, bias = mask_and_bias(mask, bias)
         for other in (cache and cache.mask, self.mask):
@@ -295,8 +311,8 @@ class AttentionLayer(nn.Module):
         return mask, bias
 
     def _check_cache(self, cache: Any, lengths: Any, *, cross: bool = False, packed: bool = False) -> None:
-        """Raise `InputError` for something else than a `Cache`, for one with a context (`cross`) or packed sequences,
-        and for `lengths` without a cache.
+        """Raise `InputError` for a cache that is not a `Cache`, and for `lengths` without a cache. A cache is also
+        refused in cross-attention (`cross`) and with packed sequences (`packed`).
         """
         if cache is None:
             if lengths is not None:
@@ -312,9 +328,9 @@ class AttentionLayer(nn.Module):
     def _checked_positions(
         self, x: Float[Tensor, "batch queries embed"], positions: Any, cache: Cache | None, *, cross: bool = False
     ) -> QueryPositions | None:
-        """Return the caller's positions of the tokens of x as `(batch or 1, queries)`, or None. Raise `InputError` for
-        positions with a context, or with a cache where the layer's position bias or rotation needs those of cached
-        keys.
+        """Return the positions that the caller passed for the tokens of x, with shape `(batch, queries)` or `(1,
+        queries)`, or None. Raise `InputError` for positions in cross-attention. With a cache, also raise it if the
+        layer's position bias or rotation would need new positions of the cached keys.
         """
         if positions is None:
             return None
@@ -329,8 +345,9 @@ class AttentionLayer(nn.Module):
 
 
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
-    """Raise `InputError` unless a tensor has the device and dtype of the layer's parameters, or autocast converts both
-    dtypes. For a layer without parameters, as when it is quantised, nothing is checked.
+    """Raise `InputError` unless a tensor is on the device of the layer's parameters and has their dtype. Another dtype
+    is accepted if autocast converts both dtypes. Nothing is checked for a layer without parameters, such as a quantised
+    one.
     """
     parameter = layer._input_parameter() if isinstance(layer, AttentionLayer) else next(layer.parameters(), None)
     if parameter is None:
@@ -344,7 +361,9 @@ def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
 
 
 def apply_norm(norm: nn.Module, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
-    """Return `norm(x)` in the dtype of x, computed in that of the norm's weight, which is wider under autocast."""
+    """Return `norm(x)` in the dtype of x. The norm is computed in the dtype of its weight, which has more precision
+    than x under autocast.
+    """
     weight = next(norm.parameters(), None)
     normalised: Tensor = norm(x if weight is None else x.to(weight.dtype))
     return normalised.to(x.dtype)

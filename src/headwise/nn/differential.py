@@ -25,16 +25,16 @@ from headwise.shapes import Float
 
 
 class DifferentialAttention(MultiHeadAttention):
-    """Multi-head attention in which each head computes two maps of softmax weights and subtracts lambda times the
-    second from the first (Ye et al. 2024, Differential Transformer, section 2.1).
+    """Multi-head attention in which each head computes two softmax attention maps. The second map is multiplied by a
+    learned number lambda and subtracted from the first (Ye et al. 2024, Differential Transformer, section 2.1).
 
     Each head computes two softmax maps A1 and A2 of the same keys and values, and its output is
 
         (1 - lambda_init) * RMSNorm((A1 - lambda A2) V)
         lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
 
-    with one lambda for the layer. `return_weights` returns A1 - lambda A2, which has both signs. Each map has its own
-    dropout. A gate multiplies after the norm, which would undo it.
+    with one lambda for the layer. `return_weights` returns A1 - lambda A2, whose entries can be negative. Each map has
+    its own dropout. A gate multiplies the output after the norm, because the norm would undo a factor before it.
 
     Queries hold the first maps of all heads, then the second maps of all heads, and are `2 * num_heads * head_dim`
     wide. Keys, learned sinks and temperatures have the same order. That is also the order of DiffLlama in
@@ -99,21 +99,24 @@ class DifferentialAttention(MultiHeadAttention):
         self._reset_lambdas()
 
     def reset_parameters(self) -> None:
-        """Initialise as `MultiHeadAttention` does, and draw the four learned vectors that determine lambda from a
-        normal distribution with standard deviation 0.1 (Ye et al. 2024).
+        """Initialise the parameters as `MultiHeadAttention` does. In addition, draw the four learned vectors that
+        determine lambda, the factor of the second attention maps. They are from a normal distribution with standard
+        deviation 0.1 (Ye et al. 2024).
         """
         super().reset_parameters()
         self._reset_lambdas()
 
     def _reset_lambdas(self) -> None:
-        """Draw the four learned vectors from a normal distribution of standard deviation 0.1 (Ye et al. 2024)."""
+        """Initialise the four learned vectors that determine lambda, the factor of the second attention maps. They are
+        drawn from a normal distribution with standard deviation 0.1 (Ye et al. 2024).
+        """
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("lambda_"):
                 nn.init.normal_(parameter, std=0.1)
 
     def lambda_value(self) -> Float[Tensor, ""]:
-        """Return the current value of lambda, the factor of each head's second softmax map, which is subtracted from
-        its first. It is one number for all heads, in float32 or wider.
+        """Return the current value of lambda, the factor of the second of the two softmax maps that each head computes.
+        It is one number for all heads of the layer, in float32 or a more precise dtype.
         """
         wide = torch.promote_types(self.lambda_q1.dtype, torch.float32)
         first = (self.lambda_q1.to(wide) * self.lambda_k1.to(wide)).sum().exp()
@@ -121,7 +124,10 @@ class DifferentialAttention(MultiHeadAttention):
         return first - second + self.lambda_init
 
     def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
-        """Return the normalised output of each head times 1 - lambda_init and its gate, and A1 - lambda A2 or None."""
+        """Return the output of each head: attention by the difference A1 - lambda A2 of its two softmax maps,
+        normalised and multiplied by 1 - lambda_init and by the gate. Also return A1 - lambda A2 as the weights, or None
+        if the call does not request them.
+        """
         scale, softcap, sinks, _ = self._score_parameters(self.head_dim)
         factor, maps = None, []
         for index in range(2):  # the first maps of all heads, then the second maps
@@ -151,7 +157,9 @@ class DifferentialAttention(MultiHeadAttention):
 
 
 def _checked_lambda_init(lambda_init: float | None, depth: int | None) -> float:
-    """Return lambda_init, or what follows from `depth`; 0.8 by default."""
+    """Return the initial value of lambda: `lambda_init` if it is passed, 0.8 - 0.6 exp(-0.3 depth) for a layer index
+    `depth`, and 0.8 if both are None. Raise `InputError` if both are passed.
+    """
     if depth is not None:
         if lambda_init is not None:
             raise InputError("lambda_init", expected="one of lambda_init and depth", got="both")

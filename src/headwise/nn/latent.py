@@ -39,8 +39,9 @@ INTERLEAVED = Rotary(interleaved=True)
 
 
 class LatentAttention(AttentionLayer):
-    """Self-attention in which the keys and values of all heads are computed from one small latent vector per token, so
-    that a cache stores little: multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
+    """Self-attention in which the keys and values of all heads are computed from one small latent vector per token.
+    Only this vector and a small rotated key are cached. This is multi-head latent attention (DeepSeek-AI 2024,
+    DeepSeek-V2, section 2.1).
 
     Each token has one latent of width `kv_rank` and one rotated key of width `rotary_dim`, both shared by all heads,
     and a cache holds nothing else. With c_j the latent of token j, head h attends with
@@ -141,8 +142,8 @@ class LatentAttention(AttentionLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise weights uniformly after Glorot and Bengio 2010, biases and sinks with 0, norm weights and
-        temperatures with 1, and talking-heads matrices with the identity.
+        """Initialise weights uniformly by the method of Glorot and Bengio (2010), and biases and sinks with 0. Norm
+        weights and temperatures are initialised with 1, and talking-heads matrices with the identity.
         """
         self._reset_all("kv_down", (self.kv_rank, self.rotary_dim))
 
@@ -164,9 +165,10 @@ class LatentAttention(AttentionLayer):
         Float[Tensor, "*batch queries out"]
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
-        """Compute self-attention of x, over the cached tokens too. Return the output after the output projection and,
-        with `return_weights`, the attention weights of each head. `absorbed` selects one of two equivalent
-        computations: True attends to the latent vectors themselves, False to keys and values computed from them.
+        """Compute self-attention of x, and of the cached tokens if there is a cache. Return the output after the output
+        projection and, with `return_weights`, the attention weights of each head. `absorbed` selects one of two
+        equivalent computations: True attends to the latent vectors themselves, False to keys and values computed from
+        them.
 
         Args:
             x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence.
@@ -219,8 +221,9 @@ class LatentAttention(AttentionLayer):
     # -- the two forms ----------------------------------------------------------------------------------------
 
     def _attend_expanded(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
-        """Return head outputs and weights or None, by attending to keys and values of each head that `kv_up` computes
-        from the latents (DeepSeek-V2, equations 9 to 11 and 16 to 19).
+        """Attend to separate keys and values for each head. The projection `kv_up` computes them from the latent
+        vectors (DeepSeek-V2, equations 9 to 11 and 16 to 19). Return the head outputs, and the attention weights or
+        None if the call does not request them.
         """
         rotated, latent = torch.split(inputs.k, [self.rotary_dim, self.kv_rank], dim=-1)
         expanded = self._split_heads(project(self.kv_up, latent.squeeze(1)), self.num_heads)
@@ -230,8 +233,9 @@ class LatentAttention(AttentionLayer):
         return self._call_attend(inputs._replace(k=k, v=v), call, parameters)
 
     def _attend_absorbed(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
-        """Return head outputs and weights or None, by attending to the latents themselves, with `kv_up` multiplied into
-        queries and outputs: q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j, with K and V its two parts.
+        """Attend to the latent vectors c themselves. The two parts K and V of the projection `kv_up` multiply queries
+        and outputs instead: q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j. Return the head outputs, and
+        the attention weights or None if the call does not request them.
         """
         rotated, content = torch.split(inputs.q, [self.rotary_dim, self.head_dim], dim=-1)
         if type(self.kv_up) is nn.Linear and not has_hooks(self.kv_up):
@@ -247,7 +251,10 @@ class LatentAttention(AttentionLayer):
         return latent_outputs @ values_up.mT, weights
 
     def _is_absorbed(self, absorbed: bool | None, *, queries: int, keys: int) -> bool:
-        """Return the caller's `absorbed`, or the form with fewer multiplications; False if `kv_up` has a bias."""
+        """Return True to attend to the latent vectors themselves, and False to attend to keys and values computed from
+        them. This is the caller's `absorbed` or, for None, the choice with fewer multiplications. It is False if
+        `kv_up` has a bias.
+        """
         if absorbed is not None and not isinstance(absorbed, bool):
             raise InputError("absorbed", expected="True, False or None", got=repr(absorbed))
         if any(getattr(module, "bias", None) is not None for module in self.kv_up.modules()):
@@ -264,7 +271,9 @@ class LatentAttention(AttentionLayer):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Heads and width of the cached tensor: rotated key and latent, shared by all heads."""
+        """Number of heads and width of the one cached tensor. All heads share it: it has the rotated key and the latent
+        vector of each token.
+        """
         return [(1, self.rotary_dim + self.kv_rank)]
 
     def extra_repr(self) -> str:

@@ -27,7 +27,9 @@ MOST_REAL = 15 / 16
 
 
 def padded_lengths(lengths: Any, x: Tensor) -> Int[Tensor, " batch"]:
-    """Return the checked lengths of a batch that is padded on the right."""
+    """Return the number of real tokens of each sequence in a batch padded on the right, as a tensor. Raise `InputError`
+    if x has no batch axis or `lengths` does not fit it.
+    """
     if x.ndim != 3:
         raise InputError("lengths", expected="x of shape (batch, queries, width)", got=tuple(x.shape))
     return packed.real_lengths(lengths, x.shape[0], x.shape[1], x.device)
@@ -36,9 +38,10 @@ def padded_lengths(lengths: Any, x: Tensor) -> Int[Tensor, " batch"]:
 def without_padding(
     x: Float[Tensor, "batch queries embed"], lengths: Int[Tensor, " batch"], call: LayerCall
 ) -> tuple[Float[Tensor, "rows length embed"], LayerCall, Bool[Tensor, "batch queries"]]:
-    """Return a batch that is padded on the right in a form in which padding has no effect, and the call options for it:
-    packed real tokens, with offsets, if that saves work and the call allows it; otherwise the padding is masked, and
-    its inputs are 0, since a weight of 0 would not stop NaN and infinity.
+    """Convert a batch that is padded on the right so that padding has no effect. Return the new input, the call options
+    for it, and a mask that is True at real tokens. The real tokens are packed end to end if that saves work and the
+    call allows it. Otherwise the padding is masked, and its inputs become 0, since a weight of 0 would not stop NaN and
+    infinity.
     """
     # The mask may not prescribe a number of queries or keys, as a mask tensor does; nor may the gate have an axis of
     # queries.
@@ -67,7 +70,9 @@ def with_padding(
     *,
     is_packed: bool,
 ) -> tuple[Float[Tensor, "batch queries out"], Weights | None]:
-    """Return output and weights of what `without_padding` returned as the padded batch, with 0 at padding."""
+    """Undo `without_padding` for the output `y` and the weights: return them in the shape of the padded batch, with 0
+    at padding.
+    """
     if is_packed:
         padded = y.new_zeros(is_real.numel(), y.shape[-1])
         padded = padded.index_copy(0, is_real.flatten().nonzero()[:, 0], y.squeeze(0))
@@ -79,7 +84,9 @@ def with_padding(
 def output_and_weights(
     y: Float[Tensor, "batch queries out"], weights: Weights | None, *, has_batch: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the result of `forward`: output and, if there are any, weights, without the batch axis if x has none."""
+    """Return what `forward` of a layer returns: the output, or a tuple of output and weights unless `weights` is None.
+    The batch axis is removed if the layer's input had none (`has_batch` False).
+    """
     if not has_batch:
         y, weights = y.squeeze(0), None if weights is None else weights.squeeze(0)
     return y if weights is None else (y, weights)
@@ -91,8 +98,9 @@ def output_and_weights(
 def query_and_key_offsets(
     x: Float[Tensor, "*batch queries embed"], num_keys: int, offsets: Any, context_offsets: Any, *, cross: bool
 ) -> packed.Offsets | None:
-    """Return the checked starts of packed sequences among the queries and among the keys, or None without `offsets`. A
-    context has `num_keys` tokens, and `x` is the input as the caller passed it.
+    """Return the checked offsets of packed sequences: the start of each sequence among the queries and among the keys.
+    Return None if `offsets` is None. `x` is the input as the caller passed it, and the keys are those of `num_keys`
+    tokens: x itself, or a context (`cross`).
     """
     if (context_offsets is not None) != (cross and offsets is not None):
         expected = "offsets of x and of a context, where both hold several sequences"
@@ -116,7 +124,9 @@ def query_and_key_offsets(
 
 
 def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, like: Tensor) -> None:
-    """Raise `InputError` for options that packed sequences do not support, or that do not fit their number."""
+    """Raise `InputError` for a bias or returned weights, which packed sequences do not support. A gate or mask is also
+    refused if it does not fit the number of sequences.
+    """
     if call.bias is not None:
         raise InputError("bias", expected="none with packed sequences", got=f"shape {tuple(call.bias.shape)}")
     if call.return_weights:
@@ -131,8 +141,8 @@ def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, lik
 
 
 def _as_one_call(inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets) -> LayerCall:
-    """Return the options of one call for all packed sequences, apart by a mask, if offsets cannot be read, as on a
-    GPU.
+    """Return the call options with which one `attend` call computes all packed sequences. A mask keeps the sequences
+    apart. This is for offsets on a GPU, which Python does not read.
     """
     assert isinstance(offsets.queries, Tensor)
     assert isinstance(offsets.keys, Tensor)
@@ -157,8 +167,8 @@ def _as_one_call(inputs: AttentionInputs, call: LayerCall, offsets: packed.Offse
 def each_sequence(
     inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
 ) -> Iterator[tuple[AttentionInputs, LayerCall]]:
-    """Yield the inputs and options of each packed sequence, as for a batch of one; of all in one call if the offsets
-    cannot be read, as on a GPU.
+    """Yield the inputs and call options of each packed sequence, as a batch of one. If the offsets are on a GPU, which
+    Python does not read, yield once: all sequences together, kept apart by a mask.
     """
     if isinstance(offsets.queries, Tensor):
         yield inputs, _as_one_call(inputs, call, offsets)

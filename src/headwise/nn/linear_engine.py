@@ -37,7 +37,7 @@ every processor. Both switch the native kernel off. It is read by the first proj
 
 
 class LinearChoice(NamedTuple):
-    """Engine of a linear projection, and the reason for the choice.
+    """Library that computes a linear projection (the engine), and the reason for this choice.
 
     Attributes:
         engine: "torch", "onednn" or "native".
@@ -49,7 +49,8 @@ class LinearChoice(NamedTuple):
 
 
 class NativeRule(NamedTuple):
-    """Products for which the native kernel of few rows is chosen.
+    """Rule for using headwise's native kernel for few tokens in linear projections: for which numbers of tokens and
+    sizes of the weight, and why.
 
     Attributes:
         rows: numbers of tokens; empty for no product.
@@ -64,7 +65,8 @@ class NativeRule(NamedTuple):
 
 @cache
 def engine_of(dtype: torch.dtype) -> LinearChoice:
-    """Return the engine of plain projections in a dtype on this processor.
+    """Return whether torch or oneDNN computes ordinary linear projections in `dtype` on this processor, with the
+    reason.
 
     As measured in float32 (docs/lab-notes.md), oneDNN with AVX-512 takes about half the time of MKL without, and with
     the same instructions MKL is faster.
@@ -97,7 +99,9 @@ def engine_of(dtype: torch.dtype) -> LinearChoice:
 
 @cache
 def native_rule(dtype: torch.dtype) -> NativeRule:
-    """Return the products that the native kernel of few rows computes in a dtype, as measured (docs/lab-notes.md)."""
+    """Return the rule for using the native kernel for few tokens in linear projections in `dtype` on this processor,
+    from measurements (docs/lab-notes.md).
+    """
     rows, smallest_weight, mkl_has_avx512 = range(0), 0, _mkl_uses_avx512()
     if wanted := _wanted():
         because = f"{VARIABLE}={wanted}"
@@ -130,7 +134,9 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
 
 
 def _wanted() -> str:
-    """Return the engine that the environment variable names; an empty string if it is not set."""
+    """Return "torch" or "onednn" if the environment variable HEADWISE_LINEAR names it, and an empty string if the
+    variable is not set. Raise `InputError` for other values.
+    """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "torch", "onednn"):
         raise InputError(VARIABLE, expected="'torch' or 'onednn'", got=repr(wanted))
@@ -139,13 +145,15 @@ def _wanted() -> str:
 
 @called_by_compiler
 def uses_onednn(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN computes projections in a dtype; the compiler calls this function instead of tracing it."""
+    """Return True if oneDNN computes linear projections in `dtype` on this processor. torch's compiler calls this
+    function instead of tracing it.
+    """
     return engine_of(dtype).engine == "onednn"
 
 
 def _mkl_uses_avx512() -> bool | None:
-    """Return True if MKL is expected to use AVX-512: on processors by Intel that have it. Environment variables that
-    restrict MKL are not read. None if torch has no MKL, or if the processor is unknown.
+    """Return True if MKL is expected to use AVX-512 instructions: on Intel processors that have them. Return None if
+    torch has no MKL, or if the processor is unknown. Environment variables that restrict MKL are not considered.
     """
     description = cpuinfo()
     if not torch.backends.mkl.is_available() or not description:  # type: ignore[no-untyped-call]
@@ -173,8 +181,8 @@ _pointwise = torch.ops.mkldnn._linear_pointwise.default
 def by_onednn(
     x: Float[Tensor, "*tokens width"], weight: Float[Tensor, "out width"], bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "*tokens out"]:
-    """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by oneDNN, or by the faster of the
-    native kernel and torch if the product is too small for oneDNN to gain.
+    """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by oneDNN. A product that is too
+    small for oneDNN to be faster is computed by the native kernel or by torch, whichever is faster.
 
     OneDNN adds the products of a row one after another, so that its rounding error grows with the width of x. The width
     is therefore split into blocks, whose products are added: that keeps the error near that of MKL (docs/lab-notes.md,
@@ -191,12 +199,14 @@ def by_onednn(
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Return True if gradients are enabled and one of the tensors requires one."""
+    """Return True if gradients are enabled and one of the tensors requires a gradient."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
-    """Return True if a product is large enough for oneDNN to be faster than a library without AVX-512."""
+    """Return True if the product of x and the transposed weight is large enough for oneDNN to be faster than a library
+    without AVX-512.
+    """
     out, width = weight.shape
     rows = x.numel() // max(width, 1)
     block = _block_of(width)
@@ -205,7 +215,9 @@ def gains(x: Tensor, weight: Tensor) -> bool:
 
 
 def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return True if the native kernel of few tokens is the fastest engine for these tensors."""
+    """Return True if the native kernel for few tokens is the fastest way to compute a linear projection of these
+    tensors.
+    """
     rule = native_rule(x.dtype)
     return (
         bool(rule.rows)
@@ -218,26 +230,32 @@ def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias, computed by the native kernel, without a gradient."""
+    """Return x weight^T + bias, computed by the native kernel for few tokens. The result has no gradient."""
     result: Tensor = library.operator("linear_few_rows")(x.contiguous(), weight, bias)
     return result
 
 
 def _block_of(width: int) -> int:
-    """Return the width over which one product sums."""
+    """Return the width of the blocks into which the width of x is split, so that the rounding error of a sum stays
+    small.
+    """
     least = 2 if width > WIDEST_UNSPLIT else 1
     return -(-width // max(-(-width // BLOCK), least))
 
 
 @called_by_compiler
 def register() -> None:
-    """Register the operator with torch at the first call. The compiler calls this function instead of tracing it."""
+    """Register the operator `headwise::linear` with torch at the first call. torch's compiler calls this function
+    instead of tracing it.
+    """
     _registered()
 
 
 @cache
 def _registered() -> torch.library.Library:
-    """Register the operator with torch at the first call, and return the library that keeps it registered."""
+    """Register the operator `headwise::linear` with torch at the first call. Return the `Library` object, because the
+    operator exists only as long as this object.
+    """
     registration = torch.library.Library("headwise", "FRAGMENT")  # type: ignore[no-untyped-call]
     registration.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
     for function, key in ((_linear, "CPU"), (F.linear, "AutocastCPU")):  # under autocast, torch computes it
@@ -248,7 +266,9 @@ def _registered() -> torch.library.Library:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias by oneDNN in blocks of the width, or by the other engines if that gains nothing."""
+    """Return x weight^T + bias, computed by oneDNN in blocks of the width of x, whose products are added. A product
+    that is too small for oneDNN to be faster is computed by the native kernel or by torch.
+    """
     if not gains(x, weight):
         if gains_by_few_rows(x, weight, bias):
             return few_rows(x, weight, bias)
@@ -262,8 +282,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias by oneDNN. It is a hundred times slower for a weight with gaps between its rows, and
-    reads a bias with gaps as if it had none, so both are copied.
+    """Return x weight^T + bias, computed by oneDNN. A weight or bias with gaps in memory is copied first: with such a
+    weight, oneDNN is a hundred times slower, and such a bias it reads wrongly, as if there were no gaps.
     """
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()
@@ -274,14 +294,18 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    """Save the tensors that the backward pass needs: x for the gradient of the weight, and the weight for that of x."""
+    """Save the tensors for the backward pass of `headwise::linear`: x if the weight needs a gradient, and the weight if
+    x needs one.
+    """
     x, weight, _ = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 
 def _backward(ctx: Any, upstream: Float[Tensor, "*tokens out"]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight and bias that are needed, given that of the output."""
+    """Return the gradients of x, weight and bias, each None if it is not needed, from the gradient of the output,
+    `upstream`.
+    """
     x, weight = ctx.saved_tensors
     rows = _rows(upstream)
     x_gradient = weight_gradient = bias_gradient = None
@@ -295,7 +319,7 @@ def _backward(ctx: Any, upstream: Float[Tensor, "*tokens out"]) -> tuple[Tensor 
 
 
 def _rows(tensor: Float[Tensor, "*tokens width"]) -> Float[Tensor, "rows width"]:
-    """Return the tokens as the rows of a matrix."""
+    """Return the tensor as a matrix with one row per token: all axes before the last become one."""
     return tensor[None] if tensor.ndim == 1 else tensor.flatten(0, -2)
 
 
@@ -312,12 +336,16 @@ _LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
 
 
 def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
-    """Return `linear(x)`, computed by the faster engine if `linear` is a plain `nn.Linear`."""
+    """Return `linear(x)`. If `linear` is an ordinary `nn.Linear` on the CPU, the fastest of torch, oneDNN and the
+    native kernel computes it.
+    """
     return projections(x, linear)[0]
 
 
 def projections(x: Float[Tensor, "*tokens width"], *linears: nn.Module) -> list[Float[Tensor, "*tokens _"]]:
-    """Return the result of `project` for each of several projections of the same input."""
+    """Return `linear(x)` for each of the modules `linears`, which project the same input. The fastest of torch, oneDNN
+    and the native kernel computes an ordinary `nn.Linear`.
+    """
     parameters = plain_parameters(x, *linears)
     if parameters is None:
         return [_project(linear, x) for linear in linears]
@@ -325,10 +353,12 @@ def projections(x: Float[Tensor, "*tokens width"], *linears: nn.Module) -> list[
 
 
 def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple[Tensor, Tensor | None]] | None:
-    """Return the weight and the bias of each projection if its call for the tokens of x is one call of `F.linear`: no
-    other engine can gain, and nothing sees or changes the calls of the modules. Otherwise return None.
+    """Return the weight and bias of each module in `linears` if `F.linear` with these equals a call of the module. That
+    requires ordinary `nn.Linear` modules without hooks, and that neither oneDNN nor the native kernel is faster for x.
+    Otherwise return None.
 
-    The call of a module, and the choice of its engine, take longer than a small product.
+    Callers use these instead of the modules, because calling a module and choosing its engine take longer than a small
+    product.
     """
     if (
         torch.compiler.is_compiling()
@@ -369,7 +399,7 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
 
 
 def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
-    """Return `linear(x)`, computed by the engine that is chosen for this call."""
+    """Return `linear(x)`, computed by the library that is chosen for this call: torch, oneDNN or the native kernel."""
     if torch.compiler.is_compiling():
         # The compiler may receive the operator `headwise::linear` in place of the call. It has no forward-mode
         # derivative, and decides when it runs whether the product is large enough for oneDNN.
@@ -395,7 +425,8 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
 
 
 def explain_linear(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> LinearChoice:
-    """Return the engine by which a layer of headwise computes its projection `linear(x)`, and the reason.
+    """Return which library computes the projection `linear(x)` inside a layer of headwise ("torch", "onednn", or
+    "native" for headwise's own kernel), and the reason.
 
     Example:
         >>> layer = hw.MultiHeadAttention(512, num_heads=8)
@@ -412,7 +443,9 @@ def explain_linear(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Line
 
 
 def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
-    """Return the engine of the projection, whose parameters are passed, and the reason."""
+    """Return which library computes the projection `linear(x)`, and the reason. `weight` and `bias` are the parameters
+    of `linear`.
+    """
     if not (type(x) is Tensor and x.is_cpu):
         return NOT_PLAIN
     if torch._C._is_tracing():  # tracing would record the sizes that are read below
@@ -430,7 +463,7 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return the reason to leave a product of these tensors to `F.linear`; None if oneDNN is faster."""
+    """Return the reason that `F.linear`, and not oneDNN, computes this projection. Return None if oneDNN is faster."""
     if not torch._C._get_mkldnn_enabled():
         return "oneDNN is switched off"
     if x.dtype == torch.float32:
@@ -447,7 +480,9 @@ def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
 
 
 def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return the reason that the call of an `nn.Linear` is not a plain product of its tensors; None if it is one."""
+    """Return the reason that calling this `nn.Linear` is not simply x weight^T + bias of ordinary tensors, such as a
+    hook or autocast. Return None if it is exactly that.
+    """
     if (
         _has_any_hooks(linear)
         or torch._C._len_torch_function_stack()
@@ -470,20 +505,23 @@ def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if a forward hook, or a `forward` set on the instance, may change a module's output."""
+    """Return True if a module has a forward hook, or a `forward` set on the instance, which may change its output."""
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def _has_any_hooks(linear: nn.Module) -> bool:
-    """Return True if a hook of the module, or one of all modules, sees its calls or their gradients."""
+    """Return True if a hook receives the calls of the module or their gradients: a hook of the module itself, or
+    torch's global hooks for all modules.
+    """
     return bool(
         has_hooks(linear) or linear._backward_hooks or linear._backward_pre_hooks or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
     )
 
 
 def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
-    """Initialise the weight of a projection uniformly after Glorot and Bengio 2010, with each block of so many rows as
-    a matrix of its own (a fused projection has several), and its bias with zeros.
+    """Initialise the weight of a projection uniformly by the method of Glorot and Bengio (2010), and its bias with
+    zeros. `blocks` has numbers of rows: each such block of the weight is initialised as a matrix by itself, as a fused
+    projection needs it.
     """
     for weight in torch.split(linear.weight, list(blocks)):
         nn.init.xavier_uniform_(weight)

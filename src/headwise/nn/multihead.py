@@ -43,8 +43,8 @@ from headwise.shapes import Bool, Float, Int
 
 
 class ProjectedContext(NamedTuple):
-    """Keys and values of a context, split into heads. `project_context` computes them once, for many calls of the same
-    layer that attend to this context.
+    """Keys and values of a context in cross-attention, projected and split into heads. `project_context` computes them
+    once, and then many calls of the same layer can attend to them.
 
     Attributes:
         k: keys, normalised if the layer has a `qk_norm`.
@@ -56,8 +56,9 @@ class ProjectedContext(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """Checked input tensors of one call of a layer, all with a batch axis: the source of the queries; that of the keys
-    (x in self-attention), or keys and values themselves; and that of the values.
+    """Input tensors of one layer call, after they have been checked, all with a batch axis: `x` for the queries,
+    `context` for the keys, and `value_context` for the values. In self-attention all three are x. `context` may also be
+    a `ProjectedContext` with finished keys and values; `value_context` is None then.
     """
 
     x: Float[Tensor, "batch queries embed"]
@@ -66,12 +67,15 @@ class LayerInputs(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """Number of tokens in the layer's context (x itself in self-attention), without cached ones."""
+        """Number of tokens that the keys are computed from in this call (those of x in self-attention). Cached tokens
+        are not counted.
+        """
         return self.context.k.shape[2] if isinstance(self.context, ProjectedContext) else self.context.shape[1]
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention over a sequence, or from one sequence to another (Vaswani et al. 2017, section 3.2.2).
+    """Multi-head attention layer for self-attention, or for cross-attention to a second sequence (Vaswani et al. 2017,
+    section 3.2.2).
 
     For each head h, with projections `W` of the layer,
 
@@ -202,8 +206,8 @@ class MultiHeadAttention(AttentionLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise weights uniformly after Glorot and Bengio 2010, biases and sinks with 0, norm weights and
-        temperatures with 1, and talking-heads matrices with the identity.
+        """Initialise weights uniformly by the method of Glorot and Bengio (2010), and biases and sinks with 0. Norm
+        weights and temperatures are initialised with 1, and talking-heads matrices with the identity.
 
         A `position_bias` may be shared by several layers and is not changed.
         """
@@ -230,8 +234,9 @@ class MultiHeadAttention(AttentionLayer):
         Float[Tensor, "*batch queries out"]
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
-        """Attend from each token of x to the tokens of `context`; without a context, to those of x and of the cache.
-        Return the output after the output projection and, with `return_weights`, the attention weights of each head.
+        """Attend from each token of x to the tokens of `context`. Without a context, attend to the tokens of x and,
+        with a cache, to the cached ones. Return the output after the output projection and, with `return_weights`, the
+        attention weights of each head.
 
         Example:
             >>> layer = MultiHeadAttention(512, num_heads=8, mask=causal())
@@ -325,9 +330,9 @@ class MultiHeadAttention(AttentionLayer):
         return layout.output_and_weights(y, weights, has_batch=x.ndim == 3)
 
     def _short_call(self, x: Any, mask: Any, cache: Any) -> Float[Tensor, "batch queries out"] | None:
-        """Return the output of `forward` for self-attention on the CPU that needs no checks and no steps but
-        projections, rotation and attention, in few more steps than a layer written by hand. Return None for other
-        calls, and where another engine than `F.linear` may compute the projections.
+        """Return the output of `forward` by a shorter path, with less overhead per call. It covers self-attention on
+        the CPU that needs only projections, rotation, cache and attention. Return None for all other calls, and if
+        another library than `F.linear` may be faster for the projections.
         """
         if not (
             type(self) is MultiHeadAttention
@@ -394,7 +399,8 @@ class MultiHeadAttention(AttentionLayer):
         context: Float[Tensor, "*batch keys context"],
         value_context: Float[Tensor, "*batch keys value_context"] | None = None,
     ) -> ProjectedContext:
-        """Return the projected keys and values of a context, for use in many calls that attend to it.
+        """Return the keys and values of a context, projected and split into heads. They can be passed to many calls of
+        `forward` that attend to this context.
 
         A decoder attends to the same encoder output in every step. `layer(x, layer.project_context(context))` equals
         `layer(x, context)`, and the projection is computed once.
@@ -416,8 +422,8 @@ class MultiHeadAttention(AttentionLayer):
     ) -> tuple[
         Float[Tensor, "batch maps_heads queries head_dim"], Float[Tensor, "batch maps_kv_heads keys head_dim"], Values
     ]:
-        """Return the queries, keys and values, projected, split into heads and normalised as `qk_norm` states; those of
-        a `ProjectedContext` unchanged.
+        """Return the queries, keys and values of a call: projected, split into heads, and queries and keys normalised
+        as the option `qk_norm` states. The keys and values of a `ProjectedContext` are returned unchanged.
         """
         x, context, value_context = inputs
         query_heads, key_heads = self.maps * self.num_heads, self.maps * self.num_kv_heads
@@ -439,7 +445,7 @@ class MultiHeadAttention(AttentionLayer):
     def _normalised_heads(
         self, projected: Float[Tensor, "batch length width"], heads: int, norm: nn.Module | None
     ) -> Float[Tensor, "batch {heads} length head_dim"]:
-        """Return projected queries or keys split into heads, and normalised as `qk_norm` states."""
+        """Return projected queries or keys, split into heads and normalised as the layer's option `qk_norm` states."""
         if self.qk_norm is None or norm is None:
             return self._split_heads(projected, heads)
         if self.qk_norm.over == "heads":
@@ -447,12 +453,16 @@ class MultiHeadAttention(AttentionLayer):
         return apply_norm(norm, self._split_heads(projected, heads))
 
     def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
-        """Return each head's output times its gate, with the position bias added to the scores, and weights or None."""
+        """Attend with the layer's position bias added to the scores. Return each head's output times the call's gate,
+        if there is one. Also return the attention weights, or None if the call does not request them.
+        """
         call = self._with_position_bias(inputs, call)
         return self._call_attend(inputs, call, self._score_parameters(self.head_dim))
 
     def _with_position_bias(self, inputs: AttentionInputs, call: LayerCall) -> LayerCall:
-        """Return the call with the layer's position bias added to its bias."""
+        """Return the options of a call with the layer's position bias added to the bias that the caller passed. Without
+        a position bias, return them unchanged.
+        """
         if self.position_bias is None:
             return call
         if call.bias is not None:
@@ -464,8 +474,8 @@ class MultiHeadAttention(AttentionLayer):
     def _attend_packed(
         self, inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
     ) -> tuple[Float[Tensor, "1 heads queries value_dim"], None]:
-        """Return each head's output for packed sequences, each of which attends to itself, or to the context sequence
-        of its index; and None in place of weights.
+        """Return each head's output for packed sequences, and None in place of the attention weights. Each sequence
+        attends to itself or, in cross-attention, to the sequence of the context with the same index.
         """
         layout.check_packed_options(call, sequences=len(offsets.queries) - 1, num_heads=self.num_heads, like=inputs.q)
         heads: list[Tensor] = [inputs.q.new_zeros(1, 0, self.num_heads, self.value_dim)]
@@ -488,7 +498,9 @@ class MultiHeadAttention(AttentionLayer):
             raise InputError("fused_qkv", expected=f"contexts of width {self.embed_dim} like x", got=f"widths {widths}")
 
     def _checked_inputs(self, x: Any, context: Any, value_context: Any) -> LayerInputs:
-        """Return the checked inputs of a call with a batch axis; the default context is x."""
+        """Return the input tensors of a call with a batch axis. Raise `InputError` if they do not fit the layer or each
+        other. If the context is None, it becomes x.
+        """
         if isinstance(context, ProjectedContext):
             self._check_takes_context()
             self._check_input("x", x, self.embed_dim)
@@ -520,7 +532,9 @@ class MultiHeadAttention(AttentionLayer):
     def _checked_contexts(
         self, context: Any, value_context: Any
     ) -> tuple[Float[Tensor, "batch keys context"], Float[Tensor, "batch keys value_context"]]:
-        """Return the checked sources of keys and of values with a batch axis; by default the context is both."""
+        """Return the sources of the keys and of the values with a batch axis. Raise `InputError` if they do not fit the
+        layer or each other. Without a `value_context`, the context is the source of both.
+        """
         self._check_takes_context()
         self._check_input("context", context, self.context_dim)
         if value_context is None:
@@ -535,7 +549,9 @@ class MultiHeadAttention(AttentionLayer):
         return _with_batch(context), _with_batch(value_context)
 
     def _check_takes_context(self) -> None:
-        """Raise `InputError` if a fused `qkv_proj` projects queries, keys and values from x alone."""
+        """Raise `InputError` if the layer cannot attend to a context, because its fused projection `qkv_proj` computes
+        queries, keys and values from x alone.
+        """
         if self.fused_qkv:
             raise InputError(
                 "context",
@@ -546,7 +562,9 @@ class MultiHeadAttention(AttentionLayer):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of the two tensors that a cache stores: the keys, and the values."""
+        """Number of heads and width of each of the two tensors that a cache stores for this layer: the keys and the
+        values.
+        """
         return [(self.maps * self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.value_dim)]
 
     def extra_repr(self) -> str:
@@ -558,5 +576,5 @@ class MultiHeadAttention(AttentionLayer):
 
 
 def _with_batch(tensor: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch length width"]:
-    """Return the tensor with a batch axis."""
+    """Return a tensor `(batch, length, width)` unchanged, and `(length, width)` as a batch of one."""
     return tensor if tensor.ndim == 3 else tensor.unsqueeze(0)

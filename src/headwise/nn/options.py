@@ -11,8 +11,9 @@ from headwise.errors import InputError
 
 @dataclass(frozen=True)
 class Scores:
-    """Options of a layer for its attention scores: scale, softcap, attention sinks, temperature and talking heads. All
-    act on the scores before or in the softmax; talking heads also mix the weights after it.
+    """Options of a layer for its attention scores: scale, softcap, attention sinks, temperature and talking heads. They
+    change the scores before the softmax or the softmax itself; talking heads also mix the attention weights of the
+    heads.
 
     Example:
         >>> layer = MultiHeadAttention(512, num_heads=8, scores=Scores(softcap=30.0, sinks=True), backend="blockwise")
@@ -46,8 +47,9 @@ class Scores:
             flag(f"Scores({name})", getattr(self, name))
 
     def parameter_shapes(self, heads: int) -> dict[str, tuple[int, ...] | None]:
-        """Return the shapes of the learned parameters by their name in the layer, None for those that are switched off.
-        There is one score map for each head, or two in differential attention.
+        """Return the shape of each learned parameter of these options, by its name in the layer; None for a parameter
+        that is switched off. `heads` is the number of score maps: one per head, or two per head in differential
+        attention.
         """
         matrix = (heads, heads) if self.talking_heads else None
         return {
@@ -60,8 +62,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class QKNorm:
-    """Option of a layer: normalisation of queries and keys before their rotation (Henry et al. 2020; Dehghani et al.
-    2023).
+    """Option of a layer: normalisation of queries and keys before they are rotated by position (Henry et al. 2020;
+    Dehghani et al. 2023).
 
     Example:
         >>> layer = MultiHeadAttention(512, num_heads=8, qk_norm=QKNorm("rms"))
@@ -88,8 +90,8 @@ class QKNorm:
         finite_number("QKNorm(eps)", self.eps, above=0.0)
 
     def module(self, heads: int, head_dim: int, **factory: Any) -> nn.RMSNorm | nn.LayerNorm:
-        """Return a new norm for the queries or keys of a layer, as wide as one head, or as all heads if they are
-        normalised together. `factory` has the device and the dtype of its weight.
+        """Return a new norm module for the queries or keys of a layer. Its width is `head_dim`, or that of all heads
+        together with `over="heads"`. `factory` has the device and dtype of its weight.
         """
         width = head_dim if self.over == "head" else heads * head_dim
         norm = nn.RMSNorm if self.kind == "rms" else nn.LayerNorm

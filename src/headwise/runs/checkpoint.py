@@ -29,15 +29,17 @@ TableT = TypeVar("TableT", bound=Table[Any])
 
 
 def storable(progress_type: type[ProgressT]) -> type[ProgressT]:
-    """Decorate a class of partial results, or of parts of them, so that checkpoints can contain its objects."""
+    """Decorate a class whose objects are partial results of a run, or parts of these, so that checkpoint files can
+    contain its objects.
+    """
     STORABLE.append(progress_type)
     return progress_type
 
 
 class CheckpointedRun(Generic[ProgressT, TableT]):
-    """Output folder of a run that can be stopped and resumed: a checkpoint of each process and, at the end, the result
-    table instead. `progress_type()` is an empty partial result; a `folder` of None writes nothing; the JSON-compatible
-    `settings` identify the run.
+    """Output folder of a run that can be stopped and resumed. Until the end it has one checkpoint file per process;
+    then the result table replaces them. `progress_type()` makes an empty partial result. The JSON-compatible `settings`
+    identify the run: only a run with equal settings is resumed. If `folder` is None, nothing is written.
     """
 
     def __init__(
@@ -54,8 +56,8 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
 
     @contextmanager
     def claimed(self, *, force: bool) -> Iterator[None]:
-        """Create the output folder, and lock it while the context is open. Refuse a folder with a run that has other
-        settings; with `force`, delete the checkpoints and the table of any run in it instead.
+        """Create the output folder, and lock it while the context is open. Raise `InputError` if it contains a run with
+        other settings. With `force`, delete the checkpoints and the result table of any run in it instead.
         """
         flag("force", force)
         if self.folder is None:
@@ -94,7 +96,9 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return self._progress_type() if path is None or not path.exists() else self._read_checkpoint(path)
 
     def save_progress(self, progress: ProgressT, *, now: bool = False) -> None:
-        """Write a checkpoint of this process, `now` or if 5 seconds (more if writing takes long) have passed."""
+        """Write a checkpoint of this process if 5 seconds have passed since the last one, or if `now` is True. If
+        writing takes long, the interval is longer.
+        """
         # A checkpoint that takes long to write is written less often, so that this takes a twentieth of the time.
         pause = CHECKPOINT_SECONDS * max(1.0, 4 * self._seconds_to_write)
         if self.folder is None or (not now and time.monotonic() - self._last_checkpoint < pause):
@@ -112,20 +116,26 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             self._delete_checkpoints(self.folder)
 
     def different_data_error(self) -> InputError:
-        """Return the error for a resumed run whose data differs from that of the run in the output folder."""
+        """Return the `InputError` for a run that cannot be resumed, because its data differs from the data of the run
+        in the output folder.
+        """
         return other_run_error(self.folder, "data")
 
     def _checkpoint_name(self, rank: int | str) -> str:
-        """Return the name of the checkpoint of a process, or with `ANY` the pattern of all, of a kind of table."""
+        """Return the name of the checkpoint file of the process `rank`. The constant `ANY` as `rank` makes a pattern
+        that matches those of all processes.
+        """
         return f"unfinished-{self._table_type.NAME}-{rank}.pt"
 
     def _delete_checkpoints(self, folder: Path) -> None:
-        """Delete the checkpoints of all processes, and what a killed process left while it wrote one."""
+        """Delete the checkpoint files of all processes, including incomplete ones of killed processes."""
         for path in folder.glob(f"{self._checkpoint_name(ANY)}*"):
             path.unlink(missing_ok=True)
 
     def _saved_settings(self) -> dict[str, Any]:
-        """Return this run's settings as the saved table states them; an empty dictionary without a readable table."""
+        """Return the settings that the result table in the output folder states, for the names in this run's settings.
+        Return an empty dictionary if there is no readable table.
+        """
         if self.folder is None:
             return {}
         try:
@@ -135,7 +145,9 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return {name: metadata.get(name) for name in self.settings}
 
     def _read_checkpoint(self, path: Path) -> ProgressT:
-        """Return the partial result in a checkpoint file of this run."""
+        """Return the partial result in a checkpoint file. Raise `InputError` if the file is of a run with other
+        settings, or cannot be read.
+        """
         progress = load_state(path, self.settings)["state"]
         if not isinstance(progress, self._progress_type):
             raise other_run_error(path.parent, None)
@@ -143,13 +155,17 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
 
 
 def save_state(path: Path, settings: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Write the state of a run (containers, tensors and objects of `STORABLE`) to a file in place of the one before."""
+    """Write the state of a run and its settings to the file `path`, in place of an earlier file. `content` may have
+    containers, tensors and objects of the classes in `STORABLE`.
+    """
     with replaced_file(path) as file:
         torch.save({"settings": json.dumps(settings), **content}, file)
 
 
 def load_state(path: Path, settings: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Return what `save_state` wrote to a file of a run with the same settings; `options` are those of `torch.load`."""
+    """Return the state and settings that `save_state` wrote to a file. Raise `InputError` if the settings differ from
+    `settings`, or if the file cannot be read. `options` are passed to `torch.load`.
+    """
     try:
         with torch.serialization.safe_globals(STORABLE):
             saved: dict[str, Any] = torch.load(path, weights_only=True, **options)
@@ -162,7 +178,9 @@ def load_state(path: Path, settings: Mapping[str, Any], **options: Any) -> dict[
 
 
 def other_run_error(folder: Path | None, difference: str | None) -> InputError:
-    """Return the error for an output folder with another run, with the setting that differs if it is known."""
+    """Return the `InputError` for an output folder that contains another run. `difference` is the name of a setting
+    that differs, or None if unknown.
+    """
     expected = "a folder of its own, or that of the run to resume"
     got = f"another run{'' if difference is None else f' ({difference} differs)'} in {str(folder)!r}"
     return InputError("out", expected=expected, got=got, remedy=FORCE_REMEDY)
@@ -171,9 +189,9 @@ def other_run_error(folder: Path | None, difference: str | None) -> InputError:
 def require_same_run(
     folder: str | Path, table_type: type[Table[Any]], known: Mapping[str, Any], *, force: bool
 ) -> None:
-    """Raise `InputError` if a folder has a run, finished or stopped, whose settings differ from `known`, those settings
-    of a new run that are known before its model is loaded, such as {"data": {"limit": 8}}. `claimed` compares all
-    settings.
+    """Raise `InputError` if a folder contains a finished or stopped run with other settings than a new run. `known` has
+    the settings of the new run that are known before its model is loaded, such as {"data": {"limit": 8}}; only these
+    are compared here, and `CheckpointedRun.claimed` compares all. With `force`, do nothing.
     """
     run: CheckpointedRun[Any, Any] = CheckpointedRun(dict, table_type, folder, known)
     if force or run.folder is None:
@@ -191,19 +209,23 @@ def require_same_run(
 
 
 def _among(settings: Any, others: Any) -> Any:
-    """Return the settings whose names are among those of others."""
+    """Return only those settings whose names also occur in `others`. Nested dictionaries are reduced likewise."""
     if not (isinstance(settings, Mapping) and isinstance(others, Mapping)):
         return settings
     return {name: _among(value, others[name]) for name, value in settings.items() if name in others}
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Return True if a folder contains checkpoints of a run that was stopped, or is running."""
+    """Return True if a folder contains checkpoint files, which means that a run in it was stopped or has not finished
+    yet.
+    """
     return any(folder.glob("unfinished-*.pt"))
 
 
 def first_difference(saved: Any, current: Any, name: str = "") -> str | None:
-    """Return the dotted name of the first setting that differs, below `name`; None if all are equal."""
+    """Return the dotted name, such as "data.limit", of the first setting that differs between two nested dictionaries
+    of settings, or None if all are equal. `name` is the name of the dictionaries themselves.
+    """
     if isinstance(saved, dict) and isinstance(current, Mapping):
         for key in [*current, *(key for key in saved if key not in current)]:
             difference = first_difference(saved.get(key), current.get(key), f"{name}.{key}" if name else key)

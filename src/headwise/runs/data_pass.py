@@ -26,7 +26,8 @@ STORABLE.extend((moments.Moments, moments.ClusterSums))
 @storable
 @dataclass
 class PassProgress:
-    """Progress of a pass over a data set. All batches count, including those that other processes run.
+    """Progress of one pass over the batches of a data set. It counts all batches so far, including those that other
+    processes work on.
 
     Attributes:
         batches: number of batches so far.
@@ -42,11 +43,13 @@ class PassProgress:
     is_unfinished: bool = False
 
     def begin(self, dataset: Texts | Iterable[Any]) -> None:
-        """Begin the hash of the content of a data set with the documents of its sequences, which decide errors."""
+        """Start the hash of the data with the document numbers of the sequences. These determine standard errors, so a
+        run with other document numbers cannot be resumed.
+        """
         self.digest = digest_of(documents_of(dataset) or ())
 
     def count_batch(self, batch: Mapping[str, Any]) -> None:
-        """Add one batch to the numbers of batches, sequences and tokens, and to the hash."""
+        """Count one more batch with its sequences and tokens, and add its content to the hash of the data."""
         sequences, tokens = count_sequences_and_tokens(batch)
         self.batches += 1
         self.sequences += sequences
@@ -55,14 +58,16 @@ class PassProgress:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Numbers of sequences and tokens so far, and the hash of their content, for the metadata of a table."""
+        """Numbers of sequences and tokens so far, and the hash of the data, for the metadata of a result table."""
         return {"sequences": self.sequences, "tokens": self.tokens, "digest": self.digest}
 
 
 @storable
 @dataclass
 class SiteProgress(PassProgress):
-    """Progress of a pass, with `records`: the sites and statistics of heads that this process has measured so far."""
+    """Progress of one pass over a data set, and the partial results of this process: `records` has the statistics of
+    the heads of each attention module so far.
+    """
 
     records: list[SiteRecord] = field(default_factory=list)
 
@@ -76,8 +81,9 @@ class SiteProgress(PassProgress):
 
 
 def prepare_texts(dataset: Any, model: nn.Module, out: str | Path | None, *, shown: bool) -> Any:
-    """Return the data set of a run, ready for use: `Texts` tokenized with the context that the model accepts, if
-    `shown` with a progress bar, and outside of which the output folder `out` must be; other data sets unchanged.
+    """Tokenize the data set of a run if it is a `Texts`, with a context that the model accepts, and return it. `shown`
+    shows a progress bar. Raise `InputError` if the output folder `out` is inside the data. Other data sets are returned
+    unchanged.
     """
     if not isinstance(dataset, Texts):
         return dataset
@@ -89,7 +95,7 @@ def prepare_texts(dataset: Any, model: nn.Module, out: str | Path | None, *, sho
 
 
 def tokenize(texts: Texts, *, shown: bool) -> None:
-    """Read and tokenize texts, unless that is done; if `shown`, show a progress bar that disappears at the end."""
+    """Read and tokenize texts, if this has not been done. `shown` shows a progress bar, which disappears at the end."""
     if texts.is_tokenized:
         return
     with progress_bar("tokenizing", texts.limit, "sequences", shown=shown, transient=True) as bar:
@@ -100,8 +106,8 @@ PassProgressT = TypeVar("PassProgressT", bound=PassProgress)
 
 
 class Pass(Generic[PassProgressT]):
-    """Pass of one process over its share of the batches of a data set, which resumes where it was stopped. Process
-    `rank` of `n` processes batches rank, rank + n, rank + 2 n, ...
+    """Pass of one process over its share of the batches of a data set. A stopped pass resumes after the last batch in
+    its checkpoint. Of `n` processes, process `rank` works on batches rank, rank + n, rank + 2 n and so on.
 
     Attributes:
         resumed: the partial result in the process's checkpoint; an empty one if there is none.
@@ -117,9 +123,10 @@ class Pass(Generic[PassProgressT]):
         process_batch: Callable[[dict[str, Any], Clusters], None],
         progress: PassProgressT,
     ) -> PassProgressT:
-        """Call `process_batch` with each batch of this process's share and the clusters of its sequences, except
-        batches done before the run was stopped. Count all batches in `progress`, which `process_batch` adds to and
-        checkpoints contain, and return it. Data that differs from that of the stopped run is refused.
+        """Call `process_batch(batch, clusters)` for each batch of this process's share, without those finished before
+        the run was stopped. `clusters` states which sequences are of the same document. `process_batch` adds its
+        results to `progress`, which also counts all batches, is written to checkpoints, and is returned. Raise
+        `InputError` if the data differs from that of the stopped run.
         """
         rank, world_size = rank_and_world_size()
         title, unit, total = "data", "batches", len(dataset) if isinstance(dataset, Sized) else None
@@ -151,14 +158,18 @@ class Pass(Generic[PassProgressT]):
         return progress
 
     def save_unfinished(self, progress: PassProgressT) -> None:
-        """Write a checkpoint, if it is time for one, within a batch, on which `process_batch` is called again."""
+        """Write a checkpoint in the middle of a batch, if it is time for one. A resumed run calls `process_batch` again
+        for this batch.
+        """
         progress.is_unfinished = True
         self._run.save_progress(progress)
         progress.is_unfinished = False
 
 
 def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: CheckpointedRun[Any, TableT]) -> TableT:
-    """Return the table of a finished run, unless the data set differs from the one that it was measured on."""
+    """Return `finished`, the result table of a finished run, if the data set equals the one that the run used.
+    Otherwise raise `InputError`.
+    """
     progress = PassProgress()
     progress.begin(dataset)
     for batch in iterate_batches(dataset):

@@ -25,7 +25,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def gather_from_ranks(part: ResultT) -> list[ResultT]:
-    """Exchange a value between all processes, and return the list of every process's value, ordered by rank."""
+    """Collect one value from every process. Return the list of all values, ordered by rank, on every process."""
     parts: list[Any] = [part]
     world_size = rank_and_world_size()[1]
     if world_size > 1:
@@ -35,8 +35,8 @@ def gather_from_ranks(part: ResultT) -> list[ResultT]:
 
 
 def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
-    """Run a function on the first process only, and return its result on every process. A `HeadwiseError` that it
-    raises is raised on every process, so that none waits for the others.
+    """Call `action` on the process of rank 0 only, and return its result on every process. If it raises a
+    `HeadwiseError`, every process raises one, so that no process waits forever.
     """
     rank, world_size = rank_and_world_size()
     if world_size == 1:
@@ -57,13 +57,15 @@ def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
 
 
 class LocalProcess(NamedTuple):
-    """Place of this process among those of torchrun: whether its rank is 0, and its rank on this machine."""
+    """Position of this process among those of torchrun: `is_first` for rank 0, and the rank on this machine."""
 
     is_first: bool
     local_rank: int
 
     def device(self, name: str | None) -> torch.device:
-        """Return a usable torch device, by default a GPU for the process's rank on this machine, or the CPU."""
+        """Return the device called `name`, or raise `InputError` if torch cannot use it. By default return a GPU, a
+        different one for each process on this machine as far as there are enough, or the CPU without GPUs.
+        """
         if name is None:
             has_gpu = torch.cuda.is_available()
             name = f"cuda:{self.local_rank % torch.cuda.device_count()}" if has_gpu else "cpu"
@@ -72,7 +74,9 @@ class LocalProcess(NamedTuple):
 
 @contextmanager
 def process_group() -> Iterator[LocalProcess]:
-    """Join the process group of torchrun, unless alone, and yield this process's place in it."""
+    """While the context is open, join torch's process group if torchrun has started several processes. Yield this
+    process's position among them.
+    """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size == 1:
         yield LocalProcess(True, local_rank)

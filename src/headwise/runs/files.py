@@ -26,7 +26,9 @@ MODEL_FILE = "config.json"
 
 
 def writable_folder(folder: str | Path) -> Path:
-    """Create an output folder if it does not exist, and return its path; refuse one that cannot be written."""
+    """Create an output folder if it does not exist, and return its path. Raise `InputError` if it cannot be created or
+    written.
+    """
     with suppress(OSError, ValueError):  # the second: a null character, no path at all, or an empty one
         path = folder_path("out", folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -36,7 +38,7 @@ def writable_folder(folder: str | Path) -> Path:
 
 
 def require_writable(folder: str | Path) -> None:
-    """Raise `InputError` if an output folder cannot be created or written. Nothing is created."""
+    """Raise `InputError` if an output folder could not be created or written. Nothing is created or changed."""
     path = folder_path("out", folder).absolute()
     with suppress(OSError, ValueError):  # too long a path, or a null character
         existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())
@@ -46,13 +48,14 @@ def require_writable(folder: str | Path) -> None:
 
 
 def _unwritable(got: str) -> InputError:
-    """Return the error for an output folder that cannot be created or written."""
+    """Return the `InputError` for an output folder that cannot be created or written; `got` describes the folder."""
     return InputError("out", expected="a folder that can be created and written", got=got)
 
 
 def require_outside_data(out: str | Path, source: str | Path) -> None:
-    """Raise `InputError` if the output folder `out` is the folder `source` of a data set or in it, because the next run
-    would read the results as data. A hidden folder, whose name starts with a dot, may be in it.
+    """Raise `InputError` if the output folder `out` is inside the folder `source` of a data set, or the same. The next
+    run would read the results as data. A path inside it with a name that starts with a dot is allowed, because hidden
+    files are not read.
     """
     try:
         folder, data = Path(out).resolve(), Path(source).resolve()
@@ -67,8 +70,8 @@ def require_outside_data(out: str | Path, source: str | Path) -> None:
 @contextmanager
 def locked_folder(folder: str | Path) -> Iterator[Path]:
     """Create an output folder if it does not exist, lock it while the context is open, and yield its path. If another
-    run has locked it, raise `InputError` with the id, host, start and command of that run's process. The operating
-    system releases the lock of a process that ends in any way, so a killed run leaves no lock behind.
+    process has locked it, raise `InputError` with that process's id, host, start time and command. The operating system
+    releases the lock when a process ends, even if it is killed.
     """
     filelock = require("filelock", purpose="a run in a folder", extra="tables")
     folder = writable_folder(folder)
@@ -107,16 +110,16 @@ def locked_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to the file `path`, as `replaced_file` does."""
+    """Write `data` to the file `path`, so that after a crash the file has either its old content or all of `data`."""
     with replaced_file(path) as file:
         file.write(data)
 
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file to write to, which replaces the file `path` when the context ends without an error. After a crash at
-    any moment, `path` has either its old content or the complete new one: the data goes into a temporary file in the
-    same folder, which then replaces the target.
+    """Yield a file to write to; when the context ends without an error, it replaces the file `path`. The data is first
+    written to a temporary file in the same folder. Thus after a crash at any moment, `path` has either its old content
+    or the complete new one.
     """
     temporary = path.with_name(f"{path.name}.part")
     try:
@@ -138,7 +141,9 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file to disk, or the entries of a folder, so that what was renamed in it survives a crash."""
+    """Write a file, or the list of a folder's entries, from memory to disk. After a crash of the system, a file renamed
+    in such a folder is still there.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -147,8 +152,9 @@ def _sync(path: Path) -> None:
 
 
 def require_new_folder(folder: str | Path, *, force: bool = False) -> Path:
-    """Return the absolute path at which `new_folder` can put a folder: one with nothing there, an empty folder or, with
-    `force`, the folder of a saved model. Nothing is written.
+    """Return the absolute path of `folder` if `new_folder` may put a folder there. Allowed are a path at which nothing
+    exists, an empty folder and, with `force`, the folder of a saved model; anything else raises `InputError`. Nothing
+    is written.
     """
     flag("force", force)
     path = folder_path("out", folder)
@@ -171,9 +177,9 @@ def require_new_folder(folder: str | Path, *, force: bool = False) -> Path:
 
 @contextmanager
 def new_folder(folder: str | Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield an empty folder to be filled, and put it in place of `folder`, as `require_new_folder` allows it, when the
-    context ends without an error. At any moment, also after a crash, there is a complete folder or none. The files are
-    written to a hidden folder next to it, which is removed at the end or, after a crash, by the next call.
+    """Yield an empty folder to fill; when the context ends without an error, it becomes `folder`. `require_new_folder`
+    states when an existing folder may be replaced. Even after a crash, `folder` is complete or does not exist. The
+    files are written to a hidden folder next to it, which is removed at the end or, after a crash, by the next call.
     """
     target = require_new_folder(folder, force=force)
     created = [parent for parent in target.parents if not parent.exists()]

@@ -43,9 +43,9 @@ INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
 def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
-    """Return the settings that determine a run's numbers, JSON-compatible: the model with a hash of its weights (named
-    `title`, or by its hub id, folder or class), the options of `texts` (None for other data), the versions of packages,
-    and the run's other arguments `settings`. A stopped run resumes only with equal settings.
+    """Return all settings on which a run's numbers depend, as JSON-compatible values. These are the model with a hash
+    of its weights, the options of `texts` (None for other data), package versions, and the run's other arguments. The
+    model's name is `title`, or its hub id, folder or class. A stopped run resumes only with equal settings.
     """
     identity, versions = identity_of(model), {}
     for package in ("headwise", "torch", "transformers"):
@@ -70,9 +70,10 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
 
 
 def identity_of(model: nn.Module) -> ModelIdentity:
-    """Return the identity of a model by its weights and its configuration. Of a model that has input embeddings, the
-    weights are those of the innermost module around these embeddings and all attention modules, without the output
-    embeddings and `HEADS`: they are the same for all heads of `transformers` for a task, such as a language model's.
+    """Return the identity of a model: its number of attention modules, its dtype, and a hash of weights and
+    configuration. The hash leaves out task-specific parts, such as the output embeddings and `HEADS`. Thus a model and
+    the same model with another `transformers` task head have the same identity. If the model has input embeddings, the
+    hash is of the innermost module that contains them and all attention modules.
     """
     modules = dict(model.named_modules())
     paths = innermost_attention_modules(modules, modules)
@@ -91,9 +92,9 @@ def identity_of(model: nn.Module) -> ModelIdentity:
 
 
 def _architecture(model: Any) -> str | None:
-    """Return the configuration of a `transformers` model as JSON, without fields that all configurations have, such as
-    the names of its classes, and without those that change nothing of what its heads compute in evaluation mode. Return
-    None for another module.
+    """Return the configuration of a `transformers` model as JSON, or None for other modules. Only fields that can
+    change what attention heads compute in evaluation mode are included. Class names and other fields that every
+    configuration has, and settings of training and generation, are left out.
     """
     config, transformers = getattr(model, "config", None), sys.modules.get("transformers")
     if transformers is None or not isinstance(config, transformers.PretrainedConfig):
@@ -104,28 +105,34 @@ def _architecture(model: Any) -> str | None:
 
 
 def _computing(fields: Any) -> Any:
-    """Return the fields of a configuration, and of those in it, without those that `IDLE` describes."""
+    """Return a configuration, as nested dictionaries, without the fields whose names match `IDLE`: those for training
+    and generation only.
+    """
     if not isinstance(fields, dict):
         return fields
     return {name: _computing(value) for name, value in fields.items() if not IDLE.search(str(name))}
 
 
 def attention_digest(model: nn.Module, paths: Iterable[str]) -> str:
-    """Return a hash of the weights of the modules at the given paths, which does not depend on the paths."""
+    """Return one hash of the weights of the modules at the given paths in a model. The paths themselves are not hashed,
+    so modules at other paths with equal weights have the same hash.
+    """
     modules = dict(model.named_modules())
     return digest_of(part for path in paths if path in modules for part in hashed_state(modules[path]))
 
 
 def text_options(texts: Texts) -> dict[str, Any]:
-    """Return the name of the source of the texts, and the options by which the texts become batches, by option name."""
+    """Return the source of the texts and the options that determine their batches, such as `context` and `limit`, as a
+    dictionary.
+    """
     names = ("context", "documents", "batch", "limit", "column")
     return {"source": texts.name} | {name: getattr(texts, name) for name in names}
 
 
 def hashed_state(module: nn.Module, *, without: Sequence[str] = ()) -> Iterator[Any]:
-    """Yield each entry of a module's `state_dict`: its name, and for each tensor in it, such as those in the packed
-    weights of a quantised layer, the dtype, the shape and the hashes of its values. Other values are pickled. Entries
-    inside the modules at the paths `without`, and single entries named there, are left out.
+    """Yield the parts of a module's `state_dict` from which its hash is computed. For each entry, these are its name
+    and, for each tensor in it, the dtype, the shape and the hashes of its values; other values are pickled. Entries
+    whose names are at or below the paths in `without` are left out.
     """
     factors: dict[torch.device, Tensor] = {}
     for name, entry in module.state_dict().items():
@@ -154,7 +161,9 @@ def hashed_state(module: nn.Module, *, without: Sequence[str] = ()) -> Iterator[
 
 
 def _parts(name: str, value: Any) -> Iterator[Any]:
-    """Yield a value or, in place of a tensor that wraps others, these and what the wrapper states of them."""
+    """Yield `value` itself. For a tensor subclass that wraps other tensors, such as a quantised weight, yield the
+    subclass's name and settings and the wrapped tensors instead.
+    """
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()
         yield type(value).__qualname__
@@ -168,7 +177,9 @@ def _parts(name: str, value: Any) -> Iterator[Any]:
 
 
 def _has_memory(value: Tensor) -> bool:
-    """Return True if the numbers of a tensor are in memory of its own."""
+    """Return True if a tensor has memory of its own with its numbers, and False if, for example, the numbers are
+    computed only when needed.
+    """
     try:
         return value.numel() == 0 or value.data_ptr() != 0
     except (RuntimeError, ValueError):  # of a tensor without storage, or of a layer that has not run yet
@@ -176,7 +187,9 @@ def _has_memory(value: Tensor) -> bool:
 
 
 def _plain(name: str, value: Tensor) -> Tensor:
-    """Return the numbers of an entry as a tensor that is dense, not quantised, and without a lazy conjugation."""
+    """Return a tensor's numbers as an ordinary dense tensor: sparse and quantised tensors are converted, and a lazy
+    conjugation or negation is carried out. Raise `InputError` for a nested tensor, and for one on the meta device.
+    """
     if value.is_meta:
         got, remedy = f"{name} on the device meta", "load the model without offloading"
         raise InputError("model", expected="weights in memory", got=got, remedy=remedy)
@@ -189,9 +202,10 @@ def _plain(name: str, value: Tensor) -> Tensor:
 
 
 def _block_hashes(value: Tensor, factors: Int[Tensor, "block"]) -> Int[Tensor, "blocks"]:
-    """Return a hash of each block of a tensor's bits: the sum of the block's integers, each multiplied by a random odd
-    number, modulo 2**64. A change of one integer always changes the hash; changes of several do so with a probability
-    of at least 1 - 2**-32 (multilinear hashing: Carter and Wegman, Universal Classes of Hash Functions, 1979).
+    """Return one hash for each block of a tensor, whose bits are read as integers: the sum of the block's integers,
+    each multiplied by a random odd number, modulo 2**64. If one integer differs, the hash always differs. If several
+    differ, it differs with a probability of at least 1 - 2**-32 (multilinear hashing: Carter and Wegman, Universal
+    Classes of Hash Functions, 1979).
     """
     if value.is_complex():
         value = torch.view_as_real(value)

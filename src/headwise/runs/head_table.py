@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class HeadTable(Table[HeadRowT]):
-    """Table with one row per attention head, which can be looked up by layer and head, plotted and shown as a page."""
+    """Result table with one row per attention head. Rows can be looked up by layer and head, plotted, and shown as an
+    HTML page.
+    """
 
     UNIT: ClassVar[str] = "head"
 
@@ -30,12 +32,14 @@ class HeadTable(Table[HeadRowT]):
 
     @property
     def identity(self) -> ModelIdentity | None:
-        """Identity of the model; None if it is unknown."""
+        """Identity of the model that was measured, which comparisons of results check; None if the table does not state
+        it.
+        """
         stored = self.metadata.get("model", {}).get("attention")
         return None if stored is None else ModelIdentity(*stored)
 
     def head(self, layer: int, head: int) -> HeadRowT:
-        """Return the row of one head, by zero-based layer and head.
+        """Return the row of one head. `layer` and `head` are zero-based numbers.
 
         Raises:
             InputError: the table has no such head.
@@ -46,11 +50,11 @@ class HeadTable(Table[HeadRowT]):
         raise InputError("head", expected=f"a (layer, head) of this {self.NAME}", got=(layer, head))
 
     def no_effect(self, statistic: str) -> float:
-        """Return the value of a statistic that means no effect of the head."""
+        """Return the value that a statistic has for a head without an effect, such as 0 for a difference."""
         return self.column(statistic).null
 
     def columns(self) -> Columns:
-        """Return the numbers of each head as columns of a page."""
+        """Return the statistics of all heads in the form that HTML pages and plots need."""
         statistics = tuple(self.column(name).on_page(self.NAME) for name in self.statistics)
         estimates = estimates_of([[row.statistics[each.name] for row in self.rows] for each in statistics])
         places = tuple(HeadPlace(row.layer, row.head, row.kind, row.module) for row in self.rows)
@@ -72,7 +76,7 @@ class HeadTable(Table[HeadRowT]):
         )
 
     def _details(self) -> dict[str, str]:
-        """Return the model, the data and the settings of the run in words."""
+        """Return short texts about the model, the data and the settings of the run, by their name, for display."""
         model, settings = self.metadata.get("model", {}), self.metadata.get("settings", {})
         source = short_name((self.metadata.get("data") or {}).get("source", ""))
         sequences = self.metadata.get("measured", {}).get("sequences")
@@ -86,11 +90,11 @@ class HeadTable(Table[HeadRowT]):
         return {name: value for name, value in details.items() if value}
 
     def contents(self) -> Contents:
-        """Return the contents of a page with this table alone."""
+        """Return the contents of an HTML page that shows only this table."""
         return self.columns().contents()
 
     def _repr_html_(self) -> str:
-        """Return the table and its page for a notebook."""
+        """Return the HTML that notebooks display for the table: a line of text and the table's page."""
         columns = self.columns()
         return notebook_html(f"{self.NAME} of {len(self.rows)} heads of {columns.model}", columns, self.contents())
 
@@ -104,8 +108,8 @@ class HeadTable(Table[HeadRowT]):
         top: int | None = None,
         ax: Any = None,
     ) -> "Axes":
-        """Draw a plot of the heads, and return its matplotlib axes. Notebooks display these;
-        `ax.figure.savefig("x.svg")` saves the plot as SVG, PDF or PNG. The docs (docs/plots.md) show every kind.
+        """Draw a plot of the heads, and return its matplotlib axes. Notebooks display the axes;
+        `ax.figure.savefig("x.svg")` saves the plot as SVG, PDF or PNG. The page docs/plots.md shows every kind of plot.
 
         | kind          | plot                                                                   |
         | ------------- | ---------------------------------------------------------------------- |
@@ -137,7 +141,7 @@ class HeadTable(Table[HeadRowT]):
         return plot_kind(self._head_numbers().kinds(), kind, ax, **options)
 
     def _head_numbers(self) -> HeadNumbers:
-        """Return the statistics of all heads in the form that plots take."""
+        """Return the statistics of all heads in the form that the plotting functions accept."""
         signed = [name for name in self.statistics if self.column(name).is_signed]
         default = self.PLOTTED if self.PLOTTED in self.statistics else None
         return HeadNumbers.of_columns(self.columns(), signed=signed, default=default)

@@ -19,8 +19,8 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class JsonResult:
-    """Base of results that are saved as JSON: frozen dataclasses, whose fields are numbers, texts, mappings of such,
-    dataclasses, named tuples, and tuples of these.
+    """Base class of results that can be saved as JSON. Subclasses are frozen dataclasses. Their fields are numbers,
+    texts, mappings of these, dataclasses, named tuples, or tuples of all these.
 
     Attributes:
         ARGUMENT: name of the argument in errors.
@@ -31,15 +31,15 @@ class JsonResult:
     NOUN: ClassVar[str]
 
     def require_consistent(self) -> None:
-        """Raise `InputError` unless the parts of the result fit each other."""
+        """Raise `InputError` if the fields of the result contradict each other; by default nothing is checked."""
 
     def to_json(self) -> str:
-        """Return the result as JSON."""
+        """Return the result as a JSON text."""
         return json.dumps(_with_finite_numbers({"format": FORMAT, **asdict(self)}), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls: type[Result], text: str) -> Result:
-        """Return the result that `to_json` wrote.
+        """Return the result that a JSON text written by `to_json` describes.
 
         Raises:
             InputError: the text is no such result: `to_json` would write another one.
@@ -64,7 +64,7 @@ class JsonResult:
 
     @classmethod
     def load(cls: type[Result], path: str | Path) -> Result:
-        """Return the result in a JSON file.
+        """Return the result that `save` wrote to a JSON file.
 
         Raises:
             InputError: the file cannot be read, or contains no such result.
@@ -77,20 +77,22 @@ class JsonResult:
 
 
 def require_each(argument: str, values: Iterable[tuple[Any, bool, str]]) -> None:
-    """Raise `InputError` for the first of `values`, each with whether it is right and what is expected, that is not."""
+    """Raise `InputError` for the first wrong value. Each of `values` is a triple: the value, True if it is right, and a
+    text that describes what is expected.
+    """
     for value, is_right, expected in values:
         if not is_right:
             raise InputError(argument, expected=expected, got=repr(value))
 
 
 def is_number(value: Any, least: float = -math.inf) -> bool:
-    """Return True for a number of at least `least`, or NaN; a bool is none."""
+    """Return True if `value` is an int or float that is at least `least` or NaN. Return False for a bool."""
     return type(value) in (int, float) and not value < least
 
 
 def _structured(kind: Any, value: Any) -> Any:
-    """Return a value of JSON as an object of the type that an annotation states: dataclasses from objects, named tuples
-    and tuples from lists. Numbers and texts are not checked. Each error is a sign of another content.
+    """Convert a parsed JSON value to the type annotation `kind`: JSON objects to dataclasses, lists to tuples and named
+    tuples. Numbers and texts are not checked. Any exception means that the value does not fit the type.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if NoneType in arguments:
@@ -108,7 +110,9 @@ def _structured(kind: Any, value: Any) -> Any:
 
 
 def _with_finite_numbers(value: Any) -> Any:
-    """Return a value of JSON in which an object stands for each number that is not finite."""
+    """Return a value to be saved as JSON, in which each NaN and infinity is replaced by an object such as {"float":
+    "nan"}, because JSON has no such numbers.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if isinstance(value, Mapping):
@@ -117,7 +121,9 @@ def _with_finite_numbers(value: Any) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Any:
-    """Return an object of JSON, or the number for which it stands; raise `ValueError` if a name occurs twice."""
+    """Return a JSON object as a dictionary from its pairs of name and value. An object such as {"float": "nan"} becomes
+    the number that it stands for. Raise `ValueError` if a name occurs twice.
+    """
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a name that occurs twice")

@@ -24,12 +24,14 @@ FORMATS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float3
 
 
 def quantisation_of(model: nn.Module) -> str | None:
-    """Return in words how the weights of a model are or were quantised: the method that its configuration states, or
-    the number of bits that explains their values. Return None if nothing shows that they were.
+    """Return a short description of how the weights of a model are or were quantised, or None if there is no sign of
+    it. One sign is a quantisation method in the model's configuration. The other is that blocks of weights have so few
+    different values that they must come from few bits.
 
     Weights of b bits have at most 2^b different values in each block of 32. Weights that were not quantised practically
-    always have more, unless their format has few numbers in their range, such as bfloat16 near 1. Then nothing is
-    named. Of a parameter with three axes, such as the weights of experts, each matrix of the last two is examined.
+    always have more, unless their format has few numbers in their range, such as bfloat16 near 1; such weights are not
+    reported. If a parameter has three axes, such as the weights of experts, each matrix of its last two axes is
+    examined.
     """
     stated: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     if stated is not None:
@@ -51,9 +53,10 @@ def quantisation_of(model: nn.Module) -> str | None:
 
 
 def _bits(weight: Float[Tensor, "rows columns"]) -> int | None:
-    """Return the smallest number of bits for the values of each block of a matrix, along its rows or its columns; None
-    if they need more than `MOST_BITS`, if most are 0, if the values of each block are equal, or if their format has no
-    room for more. Blocks with many equal columns (or rows), such as those of copied heads, do not count.
+    """Return the number of bits from which a matrix was dequantised, or None. It is the smallest number that can encode
+    the different values in each block of 32 weights, along rows or along columns. None means that more than `MOST_BITS`
+    are needed, or that the few values have another cause: zeros, equal weights, copied heads, or a coarse
+    floating-point format.
     """
     for part in (weight[:SAMPLED_ROWS], weight[:, :SAMPLED_ROWS].T):
         of_lines = part[:, : part.shape[1] // BLOCK * BLOCK].cpu().reshape(len(part), -1, BLOCK)
@@ -66,7 +69,10 @@ def _bits(weight: Float[Tensor, "rows columns"]) -> int | None:
 
 
 def _have_copies(of_lines: Float[Tensor, "lines blocks size"]) -> Bool[Tensor, " blocks"]:
-    """Return True for blocks whose different columns are so few that few values are no sign of quantisation."""
+    """Return True for each block of columns in which at most 16 columns differ, as in copied heads. Few different
+    values are no sign of quantisation there. `of_lines` has the sampled rows (or columns) of a matrix, each cut into
+    blocks.
+    """
     flat = of_lines.float().flatten(1)
     columns: Tensor = torch.unique(flat, dim=1, return_inverse=True)[1]
     columns = columns.view(-1, BLOCK).sort(1).values
@@ -75,22 +81,27 @@ def _have_copies(of_lines: Float[Tensor, "lines blocks size"]) -> Bool[Tensor, "
 
 
 def _bits_of_blocks(of_lines: Float[Tensor, "lines blocks size"]) -> int | None:
-    """Return the smallest number of bits for the values of each block, as `_bits` does."""
+    """Return the smallest number of bits that can encode the different values in every block of weights. Return None if
+    it exceeds `MOST_BITS`, if each block has only one value, or if all blocks are mostly 0.
+    """
     blocks = _dense_blocks(of_lines)
     distinct = 1 + int((blocks.diff(dim=1) != 0).sum(1).max()) if len(blocks) else 0
     return next((bits for bits in range(1, MOST_BITS + 1) if 1 < distinct <= 2**bits), None)
 
 
 def _dense_blocks(of_lines: Float[Tensor, "lines blocks size"]) -> Float[Tensor, "dense size"]:
-    """Return the sorted values of each block, except blocks that are mostly 0: they have few values, too."""
+    """Return the sorted values of each block of weights. Blocks that are mostly 0 are left out, because they have few
+    different values without quantisation, too.
+    """
     blocks = of_lines.flatten(0, 1).sort(1).values
     return blocks[(blocks == 0).sum(1) <= BLOCK // 2]
 
 
 def _have_room(of_lines: Float[Tensor, "lines blocks size"]) -> bool:
-    """Return True if, in most blocks, the format of the values has at least as many numbers between the quartiles of
-    the block as the block has weights. Weights of such a block that are rounded to this format alone have more than
-    2^4 different values: in draws from normal, uniform and heavier-tailed distributions, all but 1 of 10^5 blocks.
+    """Return True if the floating-point format of the values is so fine that few different values must come from
+    quantisation. The condition is that, in most blocks, the format has at least as many numbers between the block's
+    quartiles as the block has weights. Rounding to the format alone then leaves more than 2^4 different values in all
+    but 1 of 10^5 random blocks.
     """
     blocks = _dense_blocks(of_lines)
     formats = (each for each in FORMATS if bool((blocks.to(each).to(blocks.dtype) == blocks).all()))

@@ -36,8 +36,8 @@ class MeanEstimate(NamedTuple):
     df: float
 
     def text(self, form: str = "z.4f") -> str:
-        """Return the mean as text, by default with four decimals, followed by `±` and two digits of its standard error
-        if that is known. An unknown mean is a dash.
+        """Return the mean as text, by default with four decimals, followed by `±` and the standard error with two
+        digits if that is known. An unknown mean becomes a dash.
         """
         error = f"{self.sem:.2g}" if self.sem < 100 else f"{self.sem:,.0f}"
         has_error = math.isfinite(self.value) and math.isfinite(self.sem)
@@ -45,13 +45,14 @@ class MeanEstimate(NamedTuple):
 
     @staticmethod
     def of(values: Iterable[float], documents: Sequence[Hashable] | None = None) -> "MeanEstimate":
-        """Return the mean of the values that are not NaN, with its standard error by the jackknife over documents.
+        """Return the mean of the values that are not NaN, and its standard error. Values of the same document may
+        depend on each other. The error is therefore computed by the jackknife, which leaves out one document at a time.
 
-        The mean without document g differs from the mean of all n values by r_g / (n - n_g), where the document has n_g
-        values, and r_g is the sum of their residuals. With G documents, the variance of the mean is (G - 1) / G times
+        Document g has n_g of the n values, and r_g is the sum of their differences from the mean. Without this
+        document, the mean differs by r_g / (n - n_g). With G documents, the variance of the mean is (G - 1) / G times
         the sum of the squares of these differences (Cameron and Miller 2015, section VI.B, CR3, for a regression on a
-        constant alone). With as many values from each document this is the usual standard error. The degrees of freedom
-        are n^2 / (sum of n_g^2) - 1: the effective number of documents (Kish 1992), less one.
+        constant alone). If all documents have equally many values, this is the usual standard error. The degrees of
+        freedom are n^2 / (sum of n_g^2) - 1: the effective number of documents (Kish 1992), less one.
 
         Args:
             values: one number per sequence.
@@ -74,19 +75,24 @@ class MeanEstimate(NamedTuple):
         return MeanEstimate(mean, math.sqrt(squares * (count - 1) / count), count, effective - 1)
 
     def columns(self, name: str) -> dict[str, float]:
-        """Return the parts as columns of a result table, for a statistic called `name`: the mean under the name itself,
-        and the others with the suffixes `_sem`, `_n` and `_df`.
+        """Return the parts of this estimate as columns of a result table, for a statistic called `name`: the mean under
+        the name itself, and the standard error, sample size and degrees of freedom with the suffixes `_sem`, `_n` and
+        `_df`.
         """
         return {name + suffix: part for suffix, part in zip(SUFFIXES, self, strict=True)}
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Sequence[Any]], name: str, row: int) -> "MeanEstimate":
-        """Return the estimate of a statistic in one row of a result table, given its columns."""
+        """Return the estimate of the statistic `name` from row number `row` of a result table, whose columns are passed
+        by name.
+        """
         return cls(*(columns[name + suffix][row] for suffix in SUFFIXES))
 
     @staticmethod
     def exact(value: float, n: int = 1) -> "MeanEstimate":
-        """Return a number without a standard error, such as one that follows from the weights of a model alone."""
+        """Return an estimate without a standard error, for a number that has no sampling error or whose error is
+        unknown. An example is a number that follows from a model's weights alone.
+        """
         return MeanEstimate(value, math.nan, n, 0.0)
 
 
@@ -95,7 +101,9 @@ NO_ESTIMATE = MeanEstimate.exact(math.nan, 0)
 
 
 def moment_estimates(moments: RunningMoments) -> list[MeanEstimate]:
-    """Return the mean, or largest, of each column of values, such as each head, with its standard error."""
+    """Return one estimate for each head, or other column of values, from running sums: the mean with its standard error
+    or, for `RunningLargest`, the largest value.
+    """
     columns = moments.value, moments.standard_error, moments.documents.long(), moments.degrees_of_freedom
     return [MeanEstimate(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
@@ -106,8 +114,8 @@ MOST_SHOWN = 4
 
 @dataclass(frozen=True, repr=False)
 class Row:
-    """A row of a result table: fields that identify a head or another unit (such as a head setting), and for each
-    statistic its estimate: mean, standard error and sample size.
+    """Row of a result table. Its fields identify what was measured, such as a head or a head setting, and each
+    statistic has an estimate with mean, standard error and sample size.
 
     A subclass adds the identifying fields; they become the first columns of the table.
 
@@ -124,24 +132,24 @@ class Row:
         return f"{type(self).__name__}({', '.join([*self._described(), statistics])})"
 
     def _described(self) -> list[str]:
-        """Return the parts of `repr` that identify the row."""
+        """Return the parts of the row's `repr` that identify it, such as "layer=3"."""
         return [f"{name}={value!r}" for name, value in self.identifiers.items()]
 
     @property
     def identifiers(self) -> dict[str, Any]:
-        """Values of the columns that identify the row, by column name."""
+        """Values of the columns that identify this row, such as layer and head, by column name."""
         return {name: getattr(self, name) for name in self.identifier_columns()}
 
     @classmethod
     def identifier_columns(cls) -> list[str]:
-        """Return the names of the columns that identify a row, in order."""
+        """Return the names of the columns that identify a row, such as layer and head, in order."""
         return [field.name for field in fields(cls) if field.name != "statistics"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HeadRow(Row):
-    """Row of a result table for one attention head: the head's position in the model, and for each statistic of the
-    head the estimate: mean, standard error and sample size.
+    """Row of a result table for one attention head: the head's position in the model, and for each statistic an
+    estimate with mean, standard error and sample size.
 
     Attributes:
         layer: the layer's number, zero-based.

@@ -16,17 +16,18 @@ ROUNDING = 1e-12
 
 
 def p_values(ratios: Sequence[float], degrees: Sequence[float]) -> list[float]:
-    """Return the two-sided p-value of each mean by Student's t-test against zero, from the mean divided by its standard
-    error and the degrees of freedom of the error; NaN where a ratio is NaN.
+    """Return the two-sided p-value of each mean by Student's t-test against zero. `ratios` are the means divided by
+    their standard errors, and `degrees` the errors' degrees of freedom. The p-value is NaN where the ratio is NaN.
     """
     stats = require("scipy.stats", purpose=PURPOSE, extra="tables")
     return [float(2.0 * stats.t.sf(abs(ratio), df)) for ratio, df in zip(ratios, degrees, strict=True)]
 
 
 def false_discovery_rates(p: Sequence[float]) -> list[float]:
-    """Return the p-values, adjusted for their number (Benjamini and Hochberg 1995): of the tests with an adjusted value
-    of at most x, an expected share of at most x finds an effect where there is none. Values of NaN stay, and do not
-    count. The tests may be independent or positively dependent (Benjamini and Yekutieli 2001).
+    """Return the p-values adjusted for multiple testing by the method of Benjamini and Hochberg (1995). Among tests
+    with an adjusted value of at most x, the expected share of false discoveries (tests without a real effect) is at
+    most x. NaN stays NaN and does not count as a test. The tests may be independent or positively dependent (Benjamini
+    and Yekutieli 2001).
     """
     stats = require("scipy.stats", purpose=PURPOSE, extra="tables")
     known = [value for value in p if not math.isnan(value)]
@@ -35,8 +36,8 @@ def false_discovery_rates(p: Sequence[float]) -> list[float]:
 
 
 def in_errors(measured: MeanEstimate) -> float:
-    """Return a mean divided by its standard error; NaN if one of them is. For a standard error of 0 return 0 if the
-    mean is 0, otherwise infinity with the sign of the mean.
+    """Return a mean divided by its standard error, or NaN if either is NaN. If the standard error is 0, return 0 for a
+    mean of 0, and otherwise infinity with the sign of the mean.
     """
     if measured.sem == 0.0:
         return measured.value * math.inf if measured.value else 0.0
@@ -44,10 +45,9 @@ def in_errors(measured: MeanEstimate) -> float:
 
 
 def zero_tests(name: str, measured: Sequence[MeanEstimate]) -> dict[str, list[float]]:
-    """Return two columns for a statistic called `name`: the p-value of each mean by Student's t-test against zero, with
-    the suffix `_p`, and the p-values adjusted for the number of rows, with the suffix `_q`. If all n samples have the
-    same mean, which is not 0, their variance is unknown rather than 0, and the p-value is that of the sign test, 2 /
-    2^n.
+    """Test each mean against zero, and return two columns for the statistic `name`: p-values by Student's t-test
+    (`_p`), and p-values adjusted for the number of rows (`_q`). If all n samples of a row have the same value other
+    than 0, the variance is unknown rather than 0; the p-value is then that of the sign test, 2 / 2^n.
     """
     p = p_values([in_errors(each) for each in measured], [each.df for each in measured])
     p = [2 * 0.5**each.n if _is_constant(each) else own for each, own in zip(measured, p, strict=True)]
@@ -55,9 +55,9 @@ def zero_tests(name: str, measured: Sequence[MeanEstimate]) -> dict[str, list[fl
 
 
 def one_sided_p_values(measured: Sequence[MeanEstimate], sign: int = 1, *, above: float = 0.0) -> list[float]:
-    """Return the one-sided p-value of each mean by Student's t-test: small if the mean is larger than `above`, or
-    smaller for a `sign` of -1; NaN where the mean or its standard error is. If all n samples have the same mean on that
-    side, the p-value is that of the sign test, 1 / 2^n.
+    """Return the one-sided p-value of each mean by Student's t-test. It is small if the mean is larger than `above` or,
+    for a `sign` of -1, smaller. It is NaN where the mean or its standard error is NaN. If all n samples have the same
+    value on that side, the p-value is that of the sign test, 1 / 2^n.
     """
     centred = [each._replace(value=each.value - above) for each in measured]
     ratios = [sign * in_errors(each) for each in centred]
@@ -70,10 +70,10 @@ def one_sided_p_values(measured: Sequence[MeanEstimate], sign: int = 1, *, above
 
 
 def _is_constant(measured: MeanEstimate) -> bool:
-    """Return True if samples have a mean other than 0, and differ from it by rounding alone."""
+    """Return True if all samples have the same value, up to rounding, and it is not 0."""
     return measured.value != 0.0 and has_no_variance(measured)
 
 
 def has_no_variance(measured: MeanEstimate) -> bool:
-    """Return True if samples differ from their mean by rounding alone."""
+    """Return True if all samples have the same value, up to rounding."""
     return measured.sem <= ROUNDING * abs(measured.value)

@@ -38,7 +38,7 @@ HeadRowT = TypeVar("HeadRowT", bound=HeadRow)
 
 @dataclass(frozen=True)
 class Table(Generic[RowT]):
-    """Table of results: rows that share the same statistics, and the settings of the run that measured them.
+    """Table of results: rows with the same statistics, and the settings of the run that measured them.
 
     Attributes:
         rows: in the order of the model's layers, or in that of the units that were compared.
@@ -75,7 +75,7 @@ class Table(Generic[RowT]):
 
     @property
     def model_name(self) -> str:
-        """Short name of the model, or of the data of a study, for display; empty if it is unknown."""
+        """Short name of the model (or, for a study, of its data) for display; empty if it is unknown."""
         return short_name(self.metadata.get("model", {}).get("name", ""))
 
     @property
@@ -84,9 +84,9 @@ class Table(Generic[RowT]):
         return tuple(self.rows[0].statistics) if self.rows else ()
 
     def table(self) -> Any:
-        """Return the means of all statistics as a pandas DataFrame, with one row per row of this table: first the
-        columns that identify the row (such as layer and head), then one column per statistic, and last the columns of
-        `summaries` and of `tests`, if the table has some.
+        """Return the means of all statistics as a pandas DataFrame, with one row per row of this table. The first
+        columns identify the row (such as layer and head); then there is one column per statistic. Columns of
+        `summaries()` and `tests()`, if the table has any, come last.
 
         Raises:
             MissingExtra: pandas or scipy is not installed.
@@ -94,18 +94,22 @@ class Table(Generic[RowT]):
         return self._data_frame(lambda estimate: estimate.value).assign(**self.summaries(), **self.tests())
 
     def summaries(self) -> dict[str, list[Any]]:
-        """Return columns of further summaries, each with one number per row; by default none."""
+        """Return additional columns of the table, each with one number per row, by name. Subclasses define them; by
+        default there are none.
+        """
         return {}
 
     def column(self, name: str) -> Column:
-        """Return the description of a statistic of the table."""
+        """Return the description of the table's statistic called `name`: its meaning, its unit, and whether it is
+        tested.
+        """
         return next((column for column in self.COLUMNS if column.name == name), column_named(name))
 
     def tests(self) -> dict[str, list[float]]:
-        """Return two columns for each statistic that is an effect: the p-value of the mean by Student's t-test against
-        the value without an effect, with the suffix `_p`, and the p-values adjusted for the number of rows (Benjamini
-        and Hochberg 1995), with the suffix `_q`. Of the rows with an adjusted value of at most 0.05, an expected share
-        of at most 5 % has no effect. A mean of one sample has no p-value.
+        """Test each statistic that is an effect, and return two columns for it. The one with the suffix `_p` has the
+        p-value of the mean by Student's t-test against the value that means no effect. The one with `_q` has the
+        p-values adjusted for the number of rows (Benjamini and Hochberg 1995): of the rows with an adjusted value of at
+        most 0.05, an expected share of at most 5 % has no effect. A mean of one sample has no p-value.
 
         Raises:
             MissingExtra: scipy is not installed.
@@ -127,7 +131,9 @@ class Table(Generic[RowT]):
         return self._data_frame(lambda estimate: estimate.sem)
 
     def _data_frame(self, part: Callable[[MeanEstimate], float]) -> Any:
-        """Return a pandas DataFrame of the columns that identify each row and `part` of each estimate."""
+        """Return a pandas DataFrame with one row per row of this table. It has the columns that identify the row, and
+        for each statistic the number that `part` returns for its estimate, such as the mean.
+        """
         pandas = require("pandas", purpose="a table", extra="tables")
         return pandas.DataFrame(
             [
@@ -137,9 +143,9 @@ class Table(Generic[RowT]):
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the rows of this table as dictionaries: first the columns that identify the row, then for each
-        statistic its mean, its standard error (`_sem`), its sample size (`_n`) and the degrees of freedom of the
-        standard error (`_df`), and last the columns of `summaries` and of `tests`.
+        """Return the rows of this table as dictionaries. The first keys identify the row. Then come, for each
+        statistic, its mean, its standard error (`_sem`), its sample size (`_n`) and the degrees of freedom of the
+        standard error (`_df`). The columns of `summaries()` and `tests()` come last.
 
         Raises:
             MissingExtra: the table has summaries or tests, and scipy is not installed.
@@ -157,10 +163,10 @@ class Table(Generic[RowT]):
         ]
 
     def save(self, folder: str | Path, *, force: bool = False) -> None:
-        """Write the table and its metadata to a Parquet file in a folder; the folder is created if it does not exist.
-        The class attribute `NAME` determines the file's name, such as `profile.parquet` for profiles. If the file
-        exists, it is replaced with `force=True`; otherwise `InputError` is raised. A result of several tables has a
-        file for each.
+        """Write the table and its metadata to a Parquet file in a folder, which is created if it does not exist. The
+        class attribute `NAME` determines the file's name, such as `profile.parquet` for profiles. If the file exists,
+        it is replaced with `force=True`; otherwise `InputError` is raised. If the result has further tables, each has a
+        file of its own.
 
         Each statistic becomes four columns: its mean, its standard error (`_sem`), its sample size (`_n`), and the
         degrees of freedom of the standard error (`_df`).
@@ -228,12 +234,16 @@ class Table(Generic[RowT]):
         return cls(tuple(rows), metadata, **samples, **parts)
 
     def _samples(self) -> tuple[list[Any], str] | None:
-        """Return what `save` writes of single samples: numbers for each row, and a text for all; by default None."""
+        """Return data of single samples, such as documents, for `save` to write: a list of numbers for each row, and
+        one text for the whole table. By default there are none, and None is returned.
+        """
         return None
 
     @classmethod
     def _from_samples(cls, lists: list[Any], shared: str) -> dict[str, Any]:
-        """Return arguments of the class, by name, from what `_samples` returned; by default none."""
+        """Return keyword arguments for the class from the two parts that `_samples` returned: a list of numbers for
+        each row, and one text. By default there are none.
+        """
         return {}
 
     @classmethod
@@ -276,18 +286,18 @@ def table_path(folder: Path, name: str) -> Path:
 
 
 def require_statistic(name: str, available: Iterable[str]) -> None:
-    """Raise an `InputError` if the statistic called `name` is not among the available names."""
+    """Raise an `InputError` if `name` is not in `available`, the names of statistics."""
     if name not in (names := tuple(available)):
         raise InputError("statistic", expected=f"one of {', '.join(names)}", got=repr(name))
 
 
 def require_parquet(name: str) -> None:
-    """Raise `MissingExtra`, with the name of a table, if pyarrow, which reads and writes tables, is not installed. Long
-    runs call this first, so that a missing package does not cost their results.
+    """Raise `MissingExtra` if the package pyarrow, which reads and writes result tables, is not installed; `name` is
+    the table in the message. Long runs call this first, so that their results can be saved.
     """
     require("pyarrow.parquet", purpose=f"{name} in a folder", extra="tables")
 
 
 def _unreadable(name: str, path: Path) -> InputError:
-    """Return the error for a table file that is damaged or was not written by headwise."""
+    """Return the `InputError` for a table file that is damaged or that headwise did not write."""
     return InputError(name, expected=f"a {path.name} as headwise writes it", got=f"unreadable content in {str(path)!r}")

@@ -20,8 +20,9 @@ from headwise.statistics.tally import Tally
 
 
 class WholeCall(NamedTuple):
-    """Effect of an observer that needs no weights of single rows: it adds each row block to `tally`, and passes the
-    head outputs of all rows to `on_output`. Kernels may have the same effect for the whole call, without row blocks.
+    """Description of an observer with only two effects: it adds each row block (some query rows of a call) to `tally`,
+    and passes the head outputs of all rows to `on_output`. For such an observer, kernels can compute the statistics of
+    a whole call without row blocks.
     """
 
     tally: Tally
@@ -37,16 +38,16 @@ def attend_observed(
     *,
     computes_output: bool = False,
 ) -> Answer:
-    """Compute one attention call and return its answer: the output, and the other results that the problem requests.
-    Also pass each of its attention weights once to `observer`, in row blocks (some query rows at a time), with the
-    tokens and padding in `call_context`. The blockwise backend computes the answer. `compute` does so instead if that
-    backend does not support the problem, if the weights are requested, if there is no query or no key, or if a key or
-    value is NaN or infinite, which blockwise attention would spread to rows that do not attend to it.
+    """Compute one attention call, and pass its attention weights to `observer` in row blocks (some query rows at a
+    time). Return the answer: the output, and other results that the problem (the call's tensors and options) requests.
+    By default the blockwise backend computes both. `compute` computes the answer instead in four cases: the backend
+    does not support the problem, the weights are requested, the inputs are empty, or a key or value is NaN or infinite.
+    Blockwise attention would spread such a key or value to rows that do not attend to it.
 
-    If `whole_call` is passed, the observer does nothing but what this states. Then kernels compute the statistics where
-    they can, and `observer` is not called: on a CPU, native kernels in the pass that computes the answer; on a GPU,
-    Triton kernels in addition to `compute`, which computes the answer. Only the statistics that no kernel computes are
-    added up from row blocks, in a second pass.
+    If `whole_call` is passed, `observer` must have only the effects that it describes. Then kernels compute the
+    statistics where they can, and `observer` is not called. On a CPU, native kernels do so in the pass that computes
+    the answer. On a GPU, `compute` computes the answer, and Triton kernels the statistics. Only the statistics that no
+    kernel computes are added up from row blocks, in a second pass.
 
     Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
     of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately;

@@ -39,14 +39,17 @@ WITH_FIRST = "_with_first"
 
 
 def quantile_name(quantile: float) -> str:
-    """Return the name of the distance that holds a share of the attention: `distance_90` for 0.9."""
+    """Return the name of a statistic: the smallest distance within which a head has the share `quantile` of its
+    attention. The name is `distance_90` for 0.9.
+    """
     return f"distance_{100 * quantile:g}"
 
 
 @dataclass(frozen=True)
 class DistanceStatistics(FurtherStatistics):
-    """Distances that hold the shares `quantiles` of a head's attention, and the share within given distances. With
-    `first` above 0, attention on as many first tokens counts as within any distance in the statistics `_with_first`.
+    """Statistics of how far a head attends: the smallest distances within which it has the shares `quantiles` of its
+    attention, and its shares within fixed distances. If `first` is above 0, they are also computed with the suffix
+    `_with_first`. Attention on the first `first` tokens of a sequence then counts as within any distance.
     """
 
     quantiles: tuple[float, ...]
@@ -60,7 +63,9 @@ class DistanceStatistics(FurtherStatistics):
         return tuple(name + suffix for suffix in suffixes for name in (*map(quantile_name, self.quantiles), "within"))
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None = None) -> "DistanceSums | str":
-        """Return an empty histogram for an attention call, or the reason that distances are unknown."""
+        """Return empty sums for an attention call, or a text with the reason that there can be none. The reasons are
+        unknown distances between queries and keys, and first tokens that are needed but no longer cached.
+        """
         if "distance" in context.left_out:
             return NO_DISTANCES
         if self.first and context.first_keys is not None and bool((context.first_keys < 0).any()):
@@ -70,8 +75,9 @@ class DistanceStatistics(FurtherStatistics):
 
 @dataclass
 class DistanceSums(FurtherSums):
-    """Sums of attention weights over query rows, by the distance of the key from the query. The histogram has the sums
-    of the weights on all keys, and on the first tokens, at the distances 0, 1, 2, ...; only keys with a position count.
+    """Sums of attention weights over query rows, by the distance between query and key. The `histogram` has two sums
+    for each distance 0, 1, 2, ...: of the weights on all keys, and of those on the first tokens only. Keys without a
+    position are left out.
     """
 
     statistics: DistanceStatistics
@@ -105,8 +111,9 @@ class DistanceSums(FurtherSums):
             self.histogram = own + further
 
     def values(self) -> Values:
-        """Return, for each sequence, the smallest distance that holds each share of a head's attention, and the share
-        within the distances of `WITHIN_DISTANCES`, these next to each other for each head.
+        """Return the statistics of each sequence and head by name: the smallest distance within which a head has each
+        share of its attention, and its share within each of `WITHIN_DISTANCES`. The latter are next to each other for
+        each head.
         """
         if self.histogram is None:
             return {}
@@ -129,7 +136,7 @@ class DistanceSums(FurtherSums):
 
 
 def _padded(one: Tensor, other: Tensor) -> list[Tensor]:
-    """Return two tensors with zeros at the end of the last axis of the shorter one."""
+    """Return two tensors with equal last axes: the shorter one is padded with zeros at the end."""
     size = max(one.shape[-1], other.shape[-1])
     return [F.pad(each, (0, size - each.shape[-1])) for each in (one, other)]
 
@@ -137,8 +144,8 @@ def _padded(one: Tensor, other: Tensor) -> list[Tensor]:
 def _sums_of_diagonals(
     row_block: RowBlock, weights: Float[Tensor, "batch heads rows columns"]
 ) -> Float[Tensor, "batch heads distances"]:
-    """Return the sums of weights at each distance, for rows and keys whose positions ascend one by one: cells at the
-    same distance are then on a diagonal.
+    """Return the sum of attention weights at each distance, if the positions of rows and keys ascend one by one.
+    Weights at the same distance are then on a diagonal.
     """
     visibility = row_block.visibility
     rows, last = weights.shape[2], int(visibility.query_positions[0, -1])
@@ -162,7 +169,9 @@ def _sums_by_lag(
     lags: Int[Tensor, "#batch rows columns"],
     has_position: Tensor,
 ) -> Float[Tensor, "batch heads distances"]:
-    """Return the sums of weights at each distance, for any positions; keys without a position do not count."""
+    """Return the sum of attention weights at each distance, for any positions. `lags` has the signed distances; keys
+    for which `has_position` is False are left out.
+    """
     distances = lags.abs().expand(len(weights), -1, -1).masked_fill(~has_position[:, None], 0)
     counted = weights.double().masked_fill(~has_position[:, None, None], 0.0).flatten(2)
     sums = counted.new_zeros(*counted.shape[:2], int(distances.max()) + 1)
@@ -172,7 +181,7 @@ def _sums_by_lag(
 def _sums_of_first(
     row_block: RowBlock, weights: Float[Tensor, "batch heads rows columns"], first: int
 ) -> Float[Tensor, "batch heads distances"]:
-    """Return the sums of the weights on the first tokens of each sequence at each distance."""
+    """Return the sum of attention weights at each distance, over the first `first` tokens of each sequence only."""
     visibility = row_block.visibility
     if visibility.grid.uses_default_positions:
         number = visibility.key_indices - visibility.first_key[..., None]  # (batch, rows or 1, columns)

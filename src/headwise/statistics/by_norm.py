@@ -54,7 +54,9 @@ LARGEST_DIFFERENCE = 1e-3
 
 @dataclass(frozen=True)
 class NormStatistics(FurtherStatistics):
-    """Statistics of norm-weighted attention, and their differences from those of the attention weights."""
+    """Statistics of norm-weighted attention, in which each attention weight is multiplied by the norm of the vector
+    that it weights. Also the changes from the statistics of the attention weights.
+    """
 
     measured: frozenset[str] | None = frozenset({"entropy", "output_norm"})
     """The statistics by which weights and outputs that are not finite are recognised."""
@@ -66,13 +68,16 @@ class NormStatistics(FurtherStatistics):
         return (*(name + suffix for name in row_statistics() for suffix in (BY_NORM, CHANGE)), MOVED, PREFERENCE)
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> "NormSums | str":
-        """Return empty sums for an attention call, or the reason that its output projection is unknown."""
+        """Return empty sums for an attention call. If the slices of its output projection are unknown (None), return
+        the reason as text.
+        """
         return NO_PROJECTION if slices is None else NormSums(slices)
 
 
 @dataclass
 class NormSums(FurtherSums):
-    """Sums over query rows of statistics of norms, and of the same statistics of weights over the same rows.
+    """Sums over query rows of each statistic, once for norm-weighted attention (`by_norm`) and once for the attention
+    weights (`by_weight`), over the same rows.
 
     Attributes:
         differences: sums over rows of the two statistics that compare norms with weights, and the number of rows.
@@ -127,8 +132,8 @@ class NormSums(FurtherSums):
         return found | {name: (each / count, count > 0) for name, each in zip((MOVED, PREFERENCE), sums, strict=True)}
 
     def _has_values(self, row_block: RowBlock) -> bool:
-        """Return True if the values of the call are known, and the output of the block's last row is their sum times
-        its weights, up to rounding.
+        """Return True if the values that the attention weights average are known. To check this, the output of the
+        block's last row is compared with the sum of weights times values; they must be equal up to rounding.
         """
         values, grid = row_block.values, row_block.grid
         if values is None or row_block.out is None or values.shape[::2] != (grid.batch, grid.keys):
@@ -152,8 +157,9 @@ class NormSums(FurtherSums):
 
 @torch.no_grad()
 def key_norms(row_block: RowBlock, slices: HeadSlices) -> Float[Tensor, "batch heads keys"]:
-    """Return the norm |v_j W| of the value vector of each key of a call after the slice W of the output projection of
-    each query head, divided by the largest one of the head. Heads that share values have slices of their own.
+    """Return the norm |v_j W| for each key and query head: v_j is the key's value vector, and W is the slice of the
+    output projection that belongs to the query head. Norms are divided by the largest norm of the head. Query heads
+    that share values have different slices.
     """
     values = row_block.values
     assert values is not None
@@ -168,8 +174,8 @@ def key_norms(row_block: RowBlock, slices: HeadSlices) -> Float[Tensor, "batch h
 
 
 def _norm_block(row_block: RowBlock, norms: Float[Tensor, "batch heads columns"]) -> RowBlock:
-    """Return a row block in which the norms of the vectors that a row adds up take the place of its attention weights:
-    each weight times the norm of its key, divided by their sum over the keys.
+    """Return a row block with norm-weighted attention in place of the attention weights: each weight is multiplied by
+    the norm in `norms` for its head and key, and divided by the sum of these products over the keys.
     """
     stacked, tile = row_block.powers.shape, row_block.tile
     powers = tile.by_head(row_block.powers).abs().mul_(norms[:, :, None]).reshape(stacked)
@@ -191,9 +197,10 @@ def _norm_block(row_block: RowBlock, norms: Float[Tensor, "batch heads columns"]
 def _compared(
     by_weight: RowBlock, by_norm: RowBlock, norms: Float[Tensor, "batch heads columns"]
 ) -> Iterator[Float[Tensor, "batch heads"]]:
-    """Yield sums over the rows of a block that see more than one key: of half the sum over keys of the absolute
-    difference between both distributions, of the logarithm of the mean norm of a key by the weights, divided by its
-    mean over the visible keys; and the number of rows.
+    """Yield three sums over the query rows of a block that see more than one key. First, half the sum over keys of the
+    absolute difference between attention weights and norm-weighted attention. Second, the logarithm of a ratio: the
+    norms averaged by the attention weights, divided by their plain mean over the visible keys. Third, the number of
+    rows.
     """
     counted: Bool[Tensor, "batch heads rows"] = by_weight.visibility.counted_rows & (
         by_weight.visibility.visible_keys > 1

@@ -31,8 +31,9 @@ ROUNDING = 16.0
 
 @dataclass(frozen=True)
 class PositionStatistics(FurtherStatistics):
-    """Means of each statistic in bins of query positions, and its slope on the logarithm of the position. The edges are
-    the first position of each bin, in ascending order, and the position after the last bin.
+    """Statistics by query position: the mean of each statistic in bins of positions, and the slope of its values on the
+    logarithm of the position. `edges` has the first position of each bin, in ascending order, and the position after
+    the last bin.
     """
 
     edges: tuple[int, ...]
@@ -42,7 +43,9 @@ class PositionStatistics(FurtherStatistics):
         return tuple(name + suffix for name in row_statistics() for suffix in (BY_POSITION, SLOPE))
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None = None) -> "PositionSums | str":
-        """Return empty sums for an attention call, or the reason that positions of its queries are unknown."""
+        """Return empty sums for an attention call. If the positions of its queries are unknown, return the reason as
+        text.
+        """
         if context.query_positions is None:
             return POSITIONS_UNKNOWN
         return PositionSums(context.query_positions.expand(grid.batch, -1), self.edges, grid.heads)
@@ -50,8 +53,8 @@ class PositionStatistics(FurtherStatistics):
 
 @dataclass
 class PositionSums(FurtherSums):
-    """Sums over query rows by the position of the query: in each bin, and of the products that a straight line of the
-    values against the logarithm of the position needs.
+    """Sums of each statistic over the query rows in each bin of query positions. Also the sums that a least-squares
+    line of the values against the logarithm of the position needs.
 
     Attributes:
         positions: position of each query in its sequence, from 0.
@@ -69,8 +72,8 @@ class PositionSums(FurtherSums):
     rounding: float = 0.0
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None = None) -> None:
-        """Add the values of some query rows to the sums of their bins, in place. The same rows may be added again, with
-        other statistics.
+        """Add the values of some query rows to the sums of the bins that their positions are in, in place. The same
+        rows may be added again with other statistics.
         """
         rows = slice(measured.rows.start, measured.rows.stop)
         self.rounding = max(self.rounding, ROUNDING * torch.finfo(measured.values.dtype).eps)
@@ -108,9 +111,10 @@ class PositionSums(FurtherSums):
         self.names, self.sums = names, own + further
 
     def values(self) -> Values:
-        """Return, for each sequence, the mean of each statistic in each bin, `heads * bins` numbers with the bins of
-        one head next to each other; and the slope of its values on the logarithm of the position by least squares. A
-        slope that rounding of the values can explain is 0: it would have the same sign in many sequences.
+        """Return two results per statistic, for each sequence and head: the mean in each bin of query positions, and
+        the least-squares slope of the values on the logarithm of the position. The means have shape `(batch, heads *
+        bins)`, with the bins of one head next to each other. A slope that could be due to rounding is set to 0, because
+        rounding has the same sign in many sequences.
         """
         if self.sums is None:
             return {}

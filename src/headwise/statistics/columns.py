@@ -9,7 +9,7 @@ from headwise.statistics.registry import STATISTICS
 
 @dataclass(frozen=True)
 class Column:
-    """Description of a number that a result has for each of its rows.
+    """Description of one number that a result states for each of its rows, such as a statistic: name, meaning and unit.
 
     Attributes:
         name: name of the column.
@@ -28,11 +28,13 @@ class Column:
     null: float = 0.0
 
     def derived(self, name: str, how: str, **changes: Any) -> "Column":
-        """Return the column of a number that is derived from this one in the way that the words `how` describe."""
+        """Return the description of another number, called `name`, that is computed from this one. The words `how` are
+        added to its meaning; `changes` are new values of other attributes.
+        """
         return replace(self, name=name, meaning=f"{self.meaning.removesuffix('.')}, {how}.", **changes)
 
     def on_page(self, source: str) -> PageStatistic:
-        """Return the description for a page, of a number that was measured on `source`."""
+        """Return the description of this number for an HTML page. `source` names what it was measured on."""
         return PageStatistic(self.name, self.unit, self.meaning, source)
 
 
@@ -54,8 +56,8 @@ CHANGES = tuple(
 
 
 def column_named(name: str) -> Column:
-    """Return the column of a statistic of attention weights, measured on the data or on random tokens that repeat; for
-    another name, a column without a description.
+    """Return the description of a statistic of attention weights by its name. The suffix `_random` means that it was
+    measured on random tokens that repeat. For an unknown name, the description has only the name.
     """
     statistic = STATISTICS.get(name.removesuffix(RANDOM_SUFFIX))
     if statistic is None:

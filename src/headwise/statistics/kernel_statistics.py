@@ -40,8 +40,9 @@ there are more sequences and heads.
 
 @dataclass(frozen=True, eq=False)
 class KernelInputs:
-    """Data of a call context in the form that the kernels read, which all layers of a model share. The fields up to
-    `is_counted` are arguments of the operator, which `StatisticsCall` describes.
+    """Tokens, positions and padding of an attention call in the form that the statistics kernels read. All layers of a
+    model share them. The fields up to `is_counted` are arguments of the kernels' operator; `StatisticsCall` describes
+    them.
 
     Attributes:
         has_value: True at the rows in which a statistic is defined, by its name, for those not defined in all.
@@ -59,8 +60,8 @@ class KernelInputs:
     has_position: Bool[Tensor, "#batch keys"] | None
 
     def arguments(self, part: Part) -> tuple[Tensor | int | None, ...]:
-        """Return the arguments of the operator for a part of the score matrix. Indices of keys count from its first
-        column.
+        """Return the arguments of the kernels' operator for `part`, a rectangle of the score matrix. In them, key
+        indices count from the first column of the part.
         """
         rows, columns = (slice(axis.start, axis.stop) for axis in part)
         return (
@@ -77,8 +78,9 @@ _cached: WeakKeyDictionary[CallContext, dict[tuple[int, int, int], KernelInputs]
 
 
 def kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs | None:
-    """Return the data of a call context that the kernels read; None if its keys have positions that do not ascend one
-    by one. The data are cached for other layers, except where the positions are those of the problem alone.
+    """Return the tokens, positions and padding of an attention call in the form that the statistics kernels read.
+    Return None if its key positions do not ascend one by one. The result is cached for other layers, unless only this
+    call states the positions.
     """
     grid = problem.grid
     is_of_context = context.positions is not None or grid.uses_default_positions
@@ -124,8 +126,8 @@ def kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs | None
 
 
 def why_not(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str | None:
-    """Return the reason that the kernels cannot compute the statistics `measured` of a problem, all by default, in one
-    sentence; None if they can compute those in `COMPUTED`.
+    """Return the reason that the kernels cannot compute statistics of this attention call, as one sentence. Return None
+    if they can compute those in `COMPUTED`. `measured` has the names of the wanted statistics; None means all.
     """
     wanted = STATISTICS.keys() if measured is None else measured
     if wanted.isdisjoint(COMPUTED):
@@ -144,12 +146,16 @@ def why_not(problem: Problem, context: CallContext, measured: frozenset[str] | N
 
 
 def left_to_blocks(measured: frozenset[str] | None = None) -> Set[str]:
-    """Return the names of the statistics among those in `measured`, or among all, that the kernels do not compute."""
+    """Return the names of the statistics that the kernels do not compute, so that they have to be added up from row
+    blocks. `measured` has the names of the wanted statistics; None means all.
+    """
     return (STATISTICS.keys() if measured is None else measured) - COMPUTED
 
 
 def explain(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str:
-    """Return what computes the statistics of a problem, in words; the arguments are those of `why_not`."""
+    """Return a text that states what computes the statistics of an attention call (kernels or row blocks), and why.
+    `measured` has the names of the wanted statistics; None means all.
+    """
     reason = why_not(problem, context, measured)
     if reason is not None:
         return f"row blocks: {reason}"
@@ -159,13 +165,15 @@ def explain(problem: Problem, context: CallContext, measured: frozenset[str] | N
 
 
 def is_on_gpu(problem: Problem) -> bool:
-    """Return True if the Triton kernels are those for a problem."""
+    """Return True if the tensors of an attention call are on a CUDA GPU, where the Triton kernels compute its
+    statistics.
+    """
     return problem.q.device.type == "cuda"
 
 
 def fastest_or_reference(problem: Problem) -> Answer:
-    """Return the answer of the fastest backend to a problem, or that of the reference where none of the others can
-    compute it.
+    """Compute an attention call by the fastest backend that supports it, and return the answer. The reference backend
+    computes calls that no other supports.
     """
     if problem.talking is not None:
         return reference.run(problem)
@@ -178,8 +186,9 @@ def attend_tallied(
     tally: Tally,
     compute: Callable[[Problem], Answer] = fastest_or_reference,
 ) -> Answer | None:
-    """Compute one attention call, add the statistics of its weights that are in `COMPUTED` to `tally`, and return its
-    answer: that of the native kernels on a CPU, and that of `compute` on a GPU.
+    """Compute one attention call and return its answer. Also add the statistics in `COMPUTED` of its attention weights
+    to `tally`. On a CPU, native kernels compute both. On a GPU, `compute` computes the answer, and Triton kernels the
+    statistics.
 
     On a CPU, if a row or its projection is not finite, return None, and leave the tally unchanged: one bad value would
     spread to rows that do not attend to it. The Triton kernels read no values, so a bad query or key changes the rows
@@ -222,10 +231,10 @@ def attend_tallied(
 def _in_parts(
     problem: Problem, inputs: KernelInputs, compute: Callable[[Part, tuple[Any, ...]], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """Return the results for a whole problem of `compute`, a function of a part of the score matrix and of the
-    arguments of the operator for this part, without `gram`. A mask whose matrix is too large to be evaluated at once is
-    evaluated part by part. The last two results are sums of keys, and the one before has the rows on its last axis;
-    those of others have them on the third.
+    """Return the results of the statistics kernels for a whole attention call. `compute` runs the kernels on one
+    rectangle of the score matrix: normally all of it, but several in turn if the mask is too large to be evaluated at
+    once. The last two results are sums for each key. The one before them has the query rows on its last axis, the
+    others on their third.
     """
     visible = visible_keys(problem.mask, problem.grid)
     parts = visible.parts()
@@ -259,8 +268,9 @@ def _tally(
     inputs: KernelInputs,
     like: Tally,
 ) -> Tally:
-    """Return the sums of the statistics over the query rows of a call, from the numbers of each row and key. Further
-    sums of the tally `like` are added to it.
+    """Return a new tally: the sums of the statistics over the query rows of a call, computed from the kernels' numbers
+    for each row and key. The tally `like` states which statistics are wanted; its additional statistics (`further`) are
+    updated, too.
     """
     counted = values["visible keys"] > 0
     if context.real_queries is not None:

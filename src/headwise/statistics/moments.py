@@ -26,7 +26,10 @@ the standard error then has a random error of its own of 1 / sqrt(2 * 1024) = 2 
 
 
 def clusters_of(documents: Sequence[Hashable]) -> Clusters:
-    """Return the number of the cluster of each sequence from the documents of all sequences of a data set."""
+    """Return a cluster number for each sequence, so that sequences of the same document have the same number.
+    `documents` has the document of each sequence of a data set. A negative number marks a sequence that is alone in its
+    document.
+    """
     counts = Counter(documents)
     shared_first = sorted(counts, key=lambda document: counts[document] == 1)
     numbers = {document: index % MOST_CLUSTERS for index, document in enumerate(shared_first)}
@@ -36,19 +39,23 @@ def clusters_of(documents: Sequence[Hashable]) -> Clusters:
 
 
 def separate_clusters(sequences: range) -> Clusters:
-    """Return clusters of one sequence each, for the sequences with these numbers in a data set without documents."""
+    """Return a cluster number for each of the given sequences, which all count as independent. This is for a data set
+    whose documents are unknown.
+    """
     return ALONE - torch.arange(sequences.start, sequences.stop) % MOST_CLUSTERS
 
 
 def with_several_values(clusters: Clusters) -> Clusters:
-    """Return the clusters of sequences that have several values each, which depend on each other."""
+    """Return cluster numbers for sequences that each have several values. The values of one sequence depend on each
+    other, so a sequence that was alone in its cluster becomes a cluster of several values.
+    """
     return torch.where(clusters < 0, ALONE - clusters, clusters)
 
 
 @dataclass
 class Moments:
-    """Count, mean (0 without a value) and sum of squared deviations of a set of independent values, for each head. The
-    moments of two sets of values can be merged without approximation (Chan, Golub and LeVeque 1983).
+    """Count, mean and sum of squared deviations of independent values, for each head. The mean is 0 if there are no
+    values. The moments of two sets of values can be merged exactly (Chan, Golub and LeVeque 1983).
     """
 
     count: Float[Tensor, " heads"]
@@ -57,13 +64,15 @@ class Moments:
 
     @staticmethod
     def of(values: Float[Tensor, "values heads"], is_value: Bool[Tensor, "values heads"]) -> "Moments":
-        """Return the moments of each head's values at which `is_value` is True, also if they are NaN."""
+        """Return the moments of each head's values, over those at which `is_value` is True. NaN among these is not left
+        out.
+        """
         count = is_value.sum(0).double()
         mean = values.masked_fill(~is_value, 0.0).sum(0) / count.clamp(min=1)
         return Moments(count, mean, ((values - mean).masked_fill(~is_value, 0.0) ** 2).sum(0))
 
     def merge(self, other: "Moments") -> "Moments":
-        """Return the moments of two sets of values together, for the same heads."""
+        """Return the moments of the union of two sets of values, for the same heads."""
         count = self.count + other.count
         share = other.count / count.clamp(min=1)
         difference = other.mean - self.mean
@@ -73,7 +82,9 @@ class Moments:
 
 @dataclass
 class ClusterSums:
-    """Number and sum of the values of each cluster, for each head."""
+    """Number and sum of the values in each cluster, for each head. A cluster is a group of values that may depend on
+    each other, such as those of one document.
+    """
 
     counts: Float[Tensor, "clusters heads"]
     sums: Float[Tensor, "clusters heads"]
@@ -82,7 +93,9 @@ class ClusterSums:
     def of(
         values: Float[Tensor, "values heads"], is_value: Bool[Tensor, "values heads"], clusters: Int[Tensor, " values"]
     ) -> "ClusterSums":
-        """Return the sums of the values at which `is_value` is True."""
+        """Return the number and the sum of each head's values in each cluster, over those at which `is_value` is True.
+        `clusters` has the cluster number of each row of `values`.
+        """
         empty = values.new_zeros(int(clusters.max()) + 1 if len(clusters) else 0, values.shape[1])
         return ClusterSums(
             empty.index_add(0, clusters, is_value.to(values.dtype)),
@@ -90,7 +103,7 @@ class ClusterSums:
         )
 
     def merge(self, other: "ClusterSums") -> "ClusterSums":
-        """Return the sums of two sets of values together, whose clusters have the same numbers."""
+        """Return the numbers and sums of the union of two sets of values. A cluster has the same number in both."""
         size = max(len(self.counts), len(other.counts))
         padded = [
             [F.pad(each, (0, 0, 0, size - len(each))) for each in (sums.counts, sums.sums)] for sums in (self, other)
@@ -100,13 +113,13 @@ class ClusterSums:
 
 @dataclass
 class RunningMoments:
-    """Mean and standard error of a set of values, for each head, where values of one cluster (sequences of one
-    document) need not be independent. The moments of two sets of values can be merged into those of both together.
+    """Sums from which the mean of each head's values and its standard error are computed. Values of one cluster (the
+    sequences of one document) may depend on each other. The sums of two sets of values can be merged.
 
     The standard error is that of the jackknife over clusters. With n values, their mean m, and G clusters of n_g
     values, its square is (G - 1) / G times the sum over clusters of (sum over the cluster of x - m)^2 / (n - n_g)^2
-    (Cameron and Miller 2015, section VI.B, CR3, for a regression on a constant alone). With as many values in each
-    cluster this is the usual standard error.
+    (Cameron and Miller 2015, section VI.B, CR3, for a regression on a constant alone). If all clusters have equally
+    many values, this is the usual standard error.
 
     Attributes:
         alone: moments of the values that are independent of all others.
@@ -124,8 +137,9 @@ class RunningMoments:
         is_value: Bool[Tensor, "sequences heads"] | None = None,
         clusters: Clusters | None = None,
     ) -> "RunningMoments":
-        """Return the moments of each head's values, of which there is one per sequence: of those at which `is_value` is
-        True, by default of all that are not NaN. Without `clusters`, all are independent.
+        """Return the moments of each head's values, with one value per sequence. Only values at which `is_value` is
+        True are included, by default all that are not NaN. `clusters` states which sequences depend on each other; None
+        if all are independent.
         """
         is_value = ~values.isnan() if is_value is None else is_value
         is_clustered = clusters is None or len(clusters) == len(values)
@@ -137,7 +151,9 @@ class RunningMoments:
         return RunningMoments(alone, ClusterSums.of(values[~is_alone], is_value[~is_alone], clusters[~is_alone]))
 
     def parts(self, widths: list[int]) -> "list[RunningMoments]":
-        """Return the moments of each part of the columns; `widths` are their numbers of columns."""
+        """Split the columns (such as heads) into consecutive groups of the given widths, and return the moments of each
+        group.
+        """
         count, mean, deviations, counts, sums = (
             each.split(widths, -1)  # type: ignore[no-untyped-call]
             for each in (
@@ -152,7 +168,7 @@ class RunningMoments:
         return [RunningMoments(*part, self.is_clustered) for part in zip(alone, clustered, strict=True)]
 
     def merge(self, other: "RunningMoments") -> "RunningMoments":
-        """Return the moments of two sets of values together, for the same heads."""
+        """Return the moments of the union of two sets of values, for the same heads."""
         assert type(other) is type(self), "two kinds of one statistic"
         is_clustered = self.is_clustered and other.is_clustered
         return RunningMoments(self.alone.merge(other.alone), self.clustered.merge(other.clustered), is_clustered)
@@ -164,20 +180,22 @@ class RunningMoments:
 
     @property
     def documents(self) -> Float[Tensor, " heads"]:
-        """Number of independent parts of each head's values: values of their own, and clusters of values."""
+        """Number of independent samples among each head's values. Values of one cluster count as one sample; every
+        other value counts as one.
+        """
         return self.alone.count + (self.clustered.counts > 0).sum(0)
 
     @property
     def value(self) -> Float[Tensor, " heads"]:
-        """Mean of each head's values; NaN for a head without values, or with a value that is NaN or infinite."""
+        """Mean of each head's values. It is NaN if the head has no values, or if one of them is NaN or infinite."""
         counts, sums, mean = self.clustered.counts.sum(0), self.clustered.sums.sum(0), self.alone.mean
         mean = mean + (sums - counts * mean) / self.count.clamp(min=1)
         return mean.masked_fill((self.count == 0) | ~mean.isfinite(), math.nan)
 
     @property
     def standard_error(self) -> Float[Tensor, " heads"]:
-        """Standard error of the mean of each head's values; NaN for a head whose values are from fewer than two
-        documents, or from unknown ones.
+        """Standard error of the mean of each head's values. It is NaN if the values are from fewer than two documents,
+        or if it is unknown which values are of the same document.
         """
         if not self.is_clustered:
             return torch.full_like(self.value, math.nan)
@@ -191,9 +209,9 @@ class RunningMoments:
 
     @property
     def degrees_of_freedom(self) -> Float[Tensor, " heads"]:
-        """Degrees of freedom of each head's standard error: the effective number of clusters, n^2 / (sum of n_g^2)
-        (Kish 1992), less one. This is the number of clusters less one if all have as many values. 0 where there is no
-        standard error.
+        """Degrees of freedom of each head's standard error: the effective number of clusters, n^2 / (sum of n_g^2),
+        minus one (Kish 1992). Here n_g is the number of values in cluster g, and n that of all. If all clusters have
+        equally many values, this is the number of clusters minus one. It is 0 where there is no standard error.
         """
         squares = self.alone.count + self.clustered.counts.square().sum(0)
         degrees = self.count**2 / squares.clamp(min=1) - 1
@@ -202,8 +220,8 @@ class RunningMoments:
 
 @dataclass
 class RunningLargest(RunningMoments):
-    """Largest of a set of values, for each head, -inf without a value, with the moments that count the values and their
-    independent parts. A largest value has no standard error.
+    """Largest value of each head, instead of the mean; -inf if there are no values. As in `RunningMoments`, values and
+    independent samples are counted, and two sets of values can be merged. A largest value has no standard error.
     """
 
     largest: Float[Tensor, " heads"] = field(kw_only=True)
@@ -212,13 +230,15 @@ class RunningLargest(RunningMoments):
     def of_moments(
         moments: RunningMoments, values: Float[Tensor, "sequences heads"], is_value: Bool[Tensor, "sequences heads"]
     ) -> "RunningLargest":
-        """Return the largest of each head's values at which `is_value` is True, whose moments are `moments`."""
+        """Return the largest of each head's values at which `is_value` is True. `moments` are the moments of the same
+        values.
+        """
         empty = values.new_full((1, values.shape[1]), -math.inf)
         largest = torch.cat([empty, values.masked_fill(~is_value, -math.inf)]).amax(0)
         return RunningLargest(moments.alone, moments.clustered, moments.is_clustered, largest=largest)
 
     def merge(self, other: RunningMoments) -> "RunningLargest":
-        """Return the largest of two sets of values together, for the same heads."""
+        """Return the largest values of the union of two sets of values, for the same heads."""
         assert isinstance(other, RunningLargest), "two kinds of one statistic"
         both = super().merge(other)
         largest = torch.maximum(self.largest, other.largest)
@@ -226,10 +246,10 @@ class RunningLargest(RunningMoments):
 
     @property
     def value(self) -> Float[Tensor, " heads"]:
-        """Largest of each head's values; NaN for a head without values, or with a value that is NaN or infinite."""
+        """Largest of each head's values. It is NaN if the head has no values, or if the largest is NaN or infinite."""
         return self.largest.masked_fill(~self.largest.isfinite(), math.nan)
 
     @property
     def standard_error(self) -> Float[Tensor, " heads"]:
-        """NaN for each head."""
+        """NaN for each head, because a largest value has no standard error."""
         return torch.full_like(self.largest, math.nan)

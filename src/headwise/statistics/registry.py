@@ -26,7 +26,8 @@ CountedRows = Bool[Tensor, "*#batch_heads rows"]
 
 @dataclass(frozen=True)
 class Statistic:
-    """Description of a statistic of a head's attention weights.
+    """Description of one statistic of a head's attention weights, such as the entropy: name, unit, meaning and
+    definition.
 
     Attributes:
         name: name of the statistic.
@@ -43,8 +44,8 @@ class Statistic:
 
 @dataclass(frozen=True)
 class MeanOfRows(Statistic):
-    """Definition of a statistic that has one value per query row. The head's value is the mean over the rows that are
-    not padding, have a visible key, and for which the statistic is defined.
+    """Statistic with one value per query row. The value of a head is the mean over its query rows. Rows are left out if
+    they are padding, if they have no visible key, or if the statistic is not defined for them.
 
     Attributes:
         measure: function that returns the value of each row of a row block (some query rows of a call); None if the
@@ -59,8 +60,8 @@ class MeanOfRows(Statistic):
 
 @dataclass(frozen=True)
 class FromSums(Statistic):
-    """Definition of a statistic that is not a mean of row values. For each row block (some query rows of a call) it
-    computes sums; these are merged over the blocks, and each head's value is computed from the merged sums.
+    """Statistic that is not a mean over query rows. It is computed from sums over each row block (some query rows of a
+    call); the sums are merged over all blocks, and the value of each head follows from the merged sums.
 
     Attributes:
         contribute: function that returns a row block's sums, tensors `(batch, heads, ...)` of the same shapes for all
@@ -81,12 +82,16 @@ class FromSums(Statistic):
 
 
 def _weight_after_copies(row_block: RowBlock, shift: int) -> RowValues | None:
-    """Return the weight of each row on the keys `shift` tokens after earlier copies of its token; None if unknown."""
+    """Return, for each query row, the attention weight on the keys that are `shift` tokens after earlier copies of the
+    row's token. Return None if the tokens are unknown.
+    """
     return None if row_block.visibility.has_earlier_copy is None else row_block.weight_after_copies(shift)
 
 
 def _written_norm(row_block: RowBlock) -> RowValues | None:
-    """Return the norm of the head output of each row after the head's slice of the output projection."""
+    """Return, for each query row, the norm of the head's contribution to the layer output: its output times its slice
+    of the output projection. Return None if the output or the projection is unknown.
+    """
     if row_block.out is None or row_block.gram is None:
         return None
     out = row_block.tile.by_head(row_block.out)
@@ -97,8 +102,8 @@ def _written_norm(row_block: RowBlock) -> RowValues | None:
 def _largest_logit(
     name: str, meaning: str, definition: str, scores: Callable[[RowBlock], Float[Tensor, "kv stacked 1"] | None]
 ) -> FromSums:
-    """Return the definition of a statistic: the largest of the numbers that `scores` returns for the rows that are not
-    padding and have a visible key.
+    """Return a statistic whose value for a head is its largest score. `scores` returns the largest score of each query
+    row of a block. Rows that are padding or have no visible key are left out.
     """
 
     def contribute(row_block: RowBlock) -> Sums | None:
@@ -120,8 +125,9 @@ def _largest_logit(
 
 
 def _received_sums(row_block: RowBlock) -> Sums:
-    """Return two sums over the rows of a block that are not padding and have a visible key, `(batch, heads, keys)` in
-    float64: the weight that each key received, and the number of rows that may attend to it.
+    """Return two sums for each key over the query rows of a block: the attention weight that it received, and the
+    number of rows that may attend to it. Both are `(batch, heads, keys)` in float64. Rows that are padding or have no
+    visible key are left out.
     """
     totals = []
     for columns in row_block.received:
@@ -135,8 +141,9 @@ def _received_sums(row_block: RowBlock) -> Sums:
 def _largest_received(
     received: Float[Tensor, "batch heads keys"], seen_by: Float[Tensor, "batch heads keys"]
 ) -> Float[Tensor, "batch heads"]:
-    """Return the largest mean weight that a key received over the rows that may attend to it. Keys that less than half
-    as many rows may attend to as to the most visible one are left out. NaN if no row may attend to any key.
+    """Return, for each head, the attention weight received by a key, averaged over the rows that may attend to it, and
+    maximised over keys. Keys that few rows may attend to, less than half of the most for any key, are left out. The
+    result is NaN if no row may attend to any key.
     """
     most = seen_by.amax(-1, keepdim=True)
     means = (received / seen_by).masked_fill(2 * seen_by < most, -torch.inf)
@@ -279,12 +286,14 @@ STATISTICS: dict[str, MeanOfRows | FromSums] = {
 
 
 def row_statistics() -> tuple[str, ...]:
-    """Return the names of the statistics that have a value for each query row."""
+    """Return the names of the statistics that have one value per query row, so that a head's value is the mean over
+    rows.
+    """
     return tuple(name for name, statistic in STATISTICS.items() if isinstance(statistic, MeanOfRows))
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of a statistic; empty for a name that is not in `STATISTICS`."""
+    """Return the unit of the statistic called `name`, such as "nats", or an empty string for an unknown name."""
     return STATISTICS[name].unit if name in STATISTICS else ""
 
 

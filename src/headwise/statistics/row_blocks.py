@@ -33,9 +33,9 @@ def row_blocks_of_problem(
     with_output: bool = False,
     out: Float[Tensor, "batch heads queries value_dim"] | None = None,
 ) -> Iterator[RowBlock]:
-    """Compute the attention weights of a problem and yield them in row blocks, each with some of the query rows for all
-    heads and all keys, so the whole matrix is never stored. The outputs of the rows are those in `out`, or with
-    `with_output` the weights times the values.
+    """Compute the attention weights of a call (`problem`: its tensors and options), and yield them in row blocks. Each
+    block has some of the query rows, for all heads and keys, so the whole weight matrix is never stored. The blocks
+    also contain the head outputs in `out` or, with `with_output`, the weights times the values.
     """
     grid, context = problem.grid, call_context or CallContext()
     for rows in _row_ranges(grid):
@@ -62,10 +62,10 @@ def row_blocks_of_weights(
     with_output: bool = False,
     scores: tuple[Scores | None, Scores | None] = (None, None),
 ) -> Iterator[RowBlock]:
-    """Split existing attention weights into row blocks, each with some of the query rows for all heads and all keys,
-    and yield these. `visible` returns a boolean tensor for a range of rows, True where a row may attend to a key, maybe
-    without hidden keys at the end; by default, keys of weight 0 are hidden. With `with_output`, the outputs are
-    computed from the values, if these are known. `scores` are those behind the weights, and those before a softcap.
+    """Split existing attention weights into row blocks (some of the query rows, for all heads and keys), and yield
+    these. `visible(rows)` is True where a row may attend to a key, and may lack hidden keys at the end; by default,
+    keys of weight 0 are hidden. The head outputs are `out` or, with `with_output`, the weights times `values`. `scores`
+    has the scores of the weights, and the same before a softcap.
     """
     batch, heads, queries, keys = weights.shape
     grid = Grid(batch, heads, queries, keys, weights.device)
@@ -87,7 +87,9 @@ def row_blocks_of_weights(
 
 
 def _row_ranges(grid: Grid) -> Iterator[range]:
-    """Yield ranges of query rows whose float32 weights have at most `ROW_BLOCK_BYTES`, or single rows."""
+    """Split the query rows of a call into consecutive ranges, and yield these. The float32 weights of a range have at
+    most `ROW_BLOCK_BYTES`; a range of a single row may have more.
+    """
     step = max(1, ROW_BLOCK_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))
     for start in range(0, grid.queries, step):
         yield range(start, min(start + step, grid.queries))
@@ -104,8 +106,8 @@ def _row_block(
     largest_score: Float[Tensor, "kv stacked 1"] | None = None,
     largest_uncapped_score: Float[Tensor, "kv stacked 1"] | None = None,
 ) -> RowBlock:
-    """Return the row block of the query rows `rows`, from their weights, outputs and largest scores, and the values of
-    all keys. `is_visible` is True at keys that a row may attend to.
+    """Return a row block: the attention weights, head outputs and largest scores of the query rows `rows`, for all
+    heads and keys. `is_visible` is True where a row may attend to a key.
     """
     powers = weights.flatten(0, 1)
     tile = full_width_tile(grid, rows, is_visible)
@@ -128,5 +130,7 @@ def _row_block(
 
 
 def _largest(scores: Float[Tensor, "batch heads rows keys"]) -> Float[Tensor, "kv stacked 1"]:
-    """Return the largest score of each row, with the axes of a row block."""
+    """Return the largest score of each query row, in the shape that a row block stores: batch and heads joined, and one
+    column.
+    """
     return scores.detach().flatten(0, 1).amax(-1, keepdim=True)

@@ -29,7 +29,8 @@ Values = dict[str, tuple[Float[Tensor, "batch columns"], Bool[Tensor, "batch col
 
 
 class MeasuredRows(NamedTuple):
-    """Statistics in some query rows of an attention call, one value for each row, before they are averaged.
+    """Values of statistics for some query rows of an attention call, before they are averaged: one value per statistic,
+    sequence, head and row.
 
     Attributes:
         names: names of the statistics.
@@ -49,8 +50,9 @@ class MeasuredRows(NamedTuple):
 
 
 class FurtherSums:
-    """Sums over query rows of an attention call, or of calls that continue its sequences. Rows that count are not
-    padding, and have a visible key.
+    """Base class of sums over query rows from which additional statistics (`FurtherStatistics`) are computed. The rows
+    are from one attention call, or also from later calls with the next tokens of the same sequences. Rows that are
+    padding or have no visible key are left out.
 
     Attributes:
         needs_weights: True if the sums need attention weights, and not only the statistics of each row.
@@ -62,22 +64,24 @@ class FurtherSums:
     refused: str | None = None
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None) -> None:
-        """Add some query rows, in place. `row_block` has their attention weights, or is None if they are not needed.
-        Without `needs_weights`, the same rows may be added again with other statistics.
+        """Add the values of some query rows to the sums, in place. `row_block` has the attention weights of these rows,
+        or is None if the sums do not need them. If `needs_weights` is False, the same rows may be added again with
+        other statistics.
         """
         raise NotImplementedError
 
     def merge(self, other: Any) -> None:
-        """Add the sums of other query rows of the same sequences, in place."""
+        """Add the sums in `other` to these sums, in place. `other` has different query rows of the same sequences."""
         raise NotImplementedError
 
     def values(self) -> Values:
-        """Return the numbers of each sequence that follow from the sums, by the name of a statistic."""
+        """Return the values of the statistics for each sequence, computed from the sums, by the statistic's name."""
         raise NotImplementedError
 
 
 class FurtherStatistics:
-    """Statistics that are computed from sums in addition to those of a tally.
+    """Base class of additional statistics, which are computed from sums of their own next to the standard statistics of
+    a `Tally`.
 
     Attributes:
         measured: names of the statistics of `STATISTICS` that the tally computes; None for all.
@@ -90,13 +94,13 @@ class FurtherStatistics:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the statistics."""
+        """Names of the additional statistics."""
         raise NotImplementedError
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> FurtherSums | str:
-        """Return empty sums for an attention call, or the reason that they cannot be computed for its module: the start
-        of a sentence that ends with module paths. The `slices` of the output projection are None if it is unknown, or
-        if the statistics do not need them.
+        """Return empty sums for an attention call. If the sums cannot be computed for the call's module, return the
+        reason instead: the start of a sentence that ends with module paths. `slices` are the heads' slices of the
+        output projection, or None if they are unknown or not needed.
         """
         raise NotImplementedError
 
@@ -104,7 +108,8 @@ class FurtherStatistics:
 @dataclass
 class Tally:
     """Sums of every statistic over the query rows of one attention call, for each sequence and head. Rows are added in
-    blocks; tallies of other rows of the same sequences can be merged, also from later calls with cached keys.
+    blocks. Tallies of different rows of the same sequences can be merged, such as those of later calls with cached
+    keys.
 
     Attributes:
         gram: `W_h^T W_h` of each head's slice of the output projection, for `written_norm`; None if unknown.
@@ -155,7 +160,8 @@ class Tally:
                 total[sequences, heads] = statistic.merge(total[sequences, heads], part)
 
     def add_rows(self, rows: MeasuredRows, batch: int, heads: int) -> None:
-        """Add the sums of the means over query rows, of a call with `batch` sequences and `heads` heads, in place.
+        """Add the values of statistics for some query rows to the sums, in place. `rows` has the values. The call has
+        `batch` sequences and `heads` query heads.
 
         All means are summed at once: a few operations for each would cost as much as the attention products. Sums are
         in float64, since thousands of rows in float32 would lose the digits in which heads differ.
@@ -170,8 +176,8 @@ class Tally:
         self.row_sums[:, :, rows.sequences, rows.heads] += sums
 
     def merge(self, other: "Tally") -> None:
-        """Add to this tally, in place, the sums of `other`, a tally of other query rows of the same sequences.
-        Statistics that only one of the two has are discarded, since they would leave out some of the rows.
+        """Add the sums in `other` to this tally, in place. `other` is a tally of different query rows of the same
+        sequences. Statistics that only one of the two tallies has are removed, since they would lack some of the rows.
         """
         if other.row_sums is None:
             return
@@ -201,15 +207,17 @@ class Tally:
         self.first_token = first_token
 
     def join(self, other: "Tally") -> None:
-        """Add to this tally, in place, the sums of `other`, a tally of other statistics of the same query rows."""
+        """Add the sums in `other` to this tally, in place. `other` is a tally of other statistics for the same query
+        rows.
+        """
         if other.row_sums is not None:
             own = other.row_sums[:, :0] if self.row_sums is None else self.row_sums
             self.mean_names, self.row_sums = self.mean_names + other.mean_names, torch.cat([own, other.row_sums], 1)
         self.other_sums |= other.other_sums
 
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
-        """Return, by the name of each statistic, its value for each sequence and head: NaN if there are no rows to
-        include, and NaN or infinite if a value of an included row is.
+        """Return the value of each statistic for each sequence and head, by the statistic's name. The value is NaN if
+        no query row is included, and NaN or infinite if the value of an included row is.
         """
         if self.row_sums is None:
             return {}
@@ -220,11 +228,15 @@ class Tally:
         return {name: values[name] for name in STATISTICS if name in values}
 
     def counts(self) -> dict[str, Float[Tensor, "batch heads"]]:
-        """Return the number of rows in each mean over query rows, by its name, for each sequence and head."""
+        """Return how many query rows the mean of a statistic includes, for each sequence and head, by the statistic's
+        name. Only statistics that are means over rows are listed.
+        """
         return {} if self.row_sums is None else dict(zip(self.mean_names, self.row_sums[1], strict=True))
 
     def has_value(self) -> dict[str, Bool[Tensor, "batch heads"]]:
-        """Return, by the name of each statistic, True for the sequences and heads with at least one row to include."""
+        """Return, by the name of each statistic, a mask over sequences and heads. It is True where at least one query
+        row is included.
+        """
         counts = self.counts()
         if not counts:
             return {}
@@ -238,8 +250,9 @@ def _other_statistics(left_out: Collection[str] = ()) -> Iterator[FromSums]:
 
 
 def _of_same_keys(statistic: FromSums, *first_tokens_and_sums: tuple[int, Tensor]) -> list[Tensor]:
-    """Return sums of one statistic from several calls, each passed with the number of the token of its first key. If
-    the statistic has sums for each key, they are extended to the keys of all these calls.
+    """Return the sums of one statistic from several calls, aligned so that they can be merged. Each tensor of sums is
+    passed with the number of the token that its first key stands for. If there is one sum per key, each tensor is
+    extended to the keys of all calls.
     """
     sums = [part for _, part in first_tokens_and_sums]
     if not statistic.is_per_key:
@@ -253,8 +266,9 @@ def _of_same_keys(statistic: FromSums, *first_tokens_and_sums: tuple[int, Tensor
 
 
 def _counted_rows(visibility: TileVisibility, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:
-    """Return, for each statistic in `names`, True at the query rows of a tile that its mean includes: those that are
-    not padding, have a visible key, and for which the statistic is defined. The result is cached in `visibility`.
+    """Return, for each statistic in `names`, a mask that is True at the query rows that its mean includes. These are
+    the rows of one tile (rectangle of the score matrix) that are not padding, have a visible key, and for which the
+    statistic is defined. The mask is cached in `visibility`.
     """
 
     def compute() -> Tensor:

@@ -19,9 +19,9 @@ LARGEST_PICTURE = 128
 
 @dataclass(frozen=True)
 class WeightCapture:
-    """Settings that say which attention weights of one call to store: whole query rows, whole key columns, each row's
-    keys of largest weight, and a picture (the weight matrix averaged down to a smaller size). A `CapturedWeights`
-    stores the weights.
+    """Settings that select which attention weights of one call to store: whole query rows, whole key columns, the
+    largest weights of each row, and a picture (the weight matrix reduced to a smaller size by averaging). The weights
+    are stored in a `CapturedWeights`.
 
     Args:
         rows: query rows to keep whole, by index; negative indices count from the end.
@@ -48,9 +48,8 @@ class WeightCapture:
 
 
 class CapturedWeights:
-    """Attention weights of one call, for all sequences and heads, that were selected by settings (a `WeightCapture`)
-    and stored. Each attribute has the weights of one kind, such as whole query rows; it is None if none of that kind
-    were selected.
+    """Stored attention weights of one call, for all sequences and heads, as selected by a `WeightCapture`. There is one
+    attribute for each kind of selection, such as whole query rows; it is None if nothing of that kind was selected.
 
     Attributes:
         rows: the chosen rows, `(batch, heads, chosen, keys)`.
@@ -85,7 +84,7 @@ class CapturedWeights:
             self.picture = torch.zeros(*batch_and_heads, *sides, device=device)
 
     def add(self, row_block: RowBlock) -> None:
-        """Store the chosen weights of one row block, and add its part of the picture."""
+        """Store the selected weights of one row block (some query rows of a call), and add its part of the picture."""
         weights, rows, keys = row_block.weights.float(), row_block.rows, row_block.visibility.key_indices
         part = row_block.sequences_and_heads
         if self.rows is not None:
@@ -110,8 +109,8 @@ class CapturedWeights:
 
 
 def _pooling_matrix(indices: Int[Tensor, " chosen"], length: int, side: int) -> Float[Tensor, "chosen side"]:
-    """Return the rows at `indices` of the matrix that averages an axis of `length` entries into `side` nearly equal
-    parts: entry (i, p) is 1 / (size of part p) if index i is in part p, otherwise 0.
+    """Return the rows at `indices` of a matrix that averages an axis: multiplied with it, `length` entries become the
+    means of `side` nearly equal parts. Entry (i, p) is 1 / (size of part p) if index i is in part p, otherwise 0.
     """
     part = torch.arange(length, device=indices.device) * side // length
     sizes = torch.bincount(part, minlength=side).float()
@@ -119,7 +118,9 @@ def _pooling_matrix(indices: Int[Tensor, " chosen"], length: int, side: int) -> 
 
 
 def _nonnegative(name: str, indices: Sequence[int], length: int) -> list[int]:
-    """Return the indices on an axis of `length` entries, counted from its start; refuse those outside of the axis."""
+    """Return indices on an axis of `length` entries, with negative ones converted to count from the start. Raise
+    `InputError` for an index outside of the axis.
+    """
     for index in indices:
         if not -length <= index < length:
             raise InputError(name, expected=f"numbers from {-length} to {length - 1}", got=index)
