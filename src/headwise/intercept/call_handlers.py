@@ -153,7 +153,9 @@ class CallHandlers(NamedTuple):
 
     @property
     def keeps_output(self) -> bool:
-        """True if an observer demands that the model's own function answers the call."""
+        """True if an observer requires that the model's own function computes the output, so that the output has the
+        same bits.
+        """
         return any(observation.keeps_output for observation in self.observations)
 
     @property
@@ -172,7 +174,10 @@ class CallHandlers(NamedTuple):
 
     @property
     def _whole_call(self) -> WholeCall | None:
-        """Effect of the call's only observation, if it needs no weights of single rows; otherwise None."""
+        """Statistics that the call's only observation collects, if these need no attention weights of single rows. The
+        native kernels may then compute them without row blocks. None if there are several observations, or if the
+        weights are needed.
+        """
         return self.observations[0].whole_call if len(self.observations) == 1 else None
 
     def _observe(self, row_block: RowBlock) -> None:
@@ -202,7 +207,7 @@ class CallHandlers(NamedTuple):
         self._observe(row_block)
 
     def _end(self) -> None:
-        """Notify every observation that the call has ended."""
+        """Notify every observation that the attention call has ended."""
         with call_stack.paused():
             for observation in self.observations:
                 observation.on_end()
@@ -221,8 +226,9 @@ def handlers_of_call(
     appended_keys: int = 0,
     is_aligned: bool = False,
 ) -> CallHandlers:
-    """Report an attention call to every interceptor of a model with a module among `module_calls`, or only to the one
-    that was chosen by `exclusive_to`, and count it. Return the functions by which they observe or change the call.
+    """Report one attention call to the interceptors of the models whose modules are among `module_calls`. Return the
+    functions by which the interceptors observe or change the call. While `exclusive_to` is active, report the call to
+    the interceptor chosen there alone.
 
     Args:
         grid: size of the scores: batch, heads, queries, keys.
@@ -271,8 +277,9 @@ def handlers_of_call(
 
 
 def _input_sources(origins: CallOrigins | None) -> InputSources:
-    """Return the sources of queries and keys before their last linear maps, without those that are no inputs of the
-    model, and their tokens.
+    """Return the inputs of the model on which the queries and the keys of an attention call depend, before the query
+    and key projections. Parameters and other tensors that are not inputs are left out. The result also contains the
+    token numbers of the call.
     """
     if origins is None:
         return InputSources()
@@ -285,8 +292,8 @@ def _input_sources(origins: CallOrigins | None) -> InputSources:
 
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:
-    """Return the innermost of the running `module_calls` for each interceptor that calls are reported to. The
-    interceptor of the innermost context comes first.
+    """Return the innermost running module call for each interceptor that receives reports now, that of the innermost
+    context first.
     """
     interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
     innermost: dict[int, ModuleCall] = {}
@@ -297,17 +304,17 @@ def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[M
 
 
 def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute an attention problem that was passed to `headwise.attend` and return its answer, by default that of
-    `run`. While an intercepted model is running, the interceptors may observe the attention weights and change the head
-    outputs. If they observe, the answer may be computed by blockwise attention in place of `run`.
+    """Compute an attention call that was passed to `headwise.attend` as a `Problem`, and return the answer, by default
+    that of `run`. While an intercepted model is running, interceptors may observe the attention weights and change the
+    head outputs. If they observe, blockwise attention may compute the answer in place of `run`.
     """
     with accelerated_modules.paused(OWN_BACKEND):
         return _answer_to_interceptors(problem, run) if call_stack.intercepts else run(problem)
 
 
 def _answer_to_interceptors(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute an attention problem that was passed to `headwise.attend` in an intercepted model; see
-    `answer_intercepted`.
+    """Compute an attention call of `headwise.attend` inside an intercepted model. Report the call to the interceptors,
+    let them observe the weights and change the output, and return the answer.
     """
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(problem))
     origins = call_stack.origins_of(problem.q, problem.k, problem.v)
