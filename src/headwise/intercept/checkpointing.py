@@ -60,7 +60,7 @@ class _Repeatable:
 
     @contextmanager
     def _as_in_forward_pass(self) -> Iterator[None]:
-        """Return a context in which interception is as it was in the forward pass: the same hooks, patches and running
+        """Return a context in which interception has the state of the forward pass: the same hooks, patches and running
         module calls. At its end, restore the previous state.
         """
         before = dict(vars(call_stack))

@@ -7,8 +7,8 @@ from headwise.packaged_models import PACKAGED
 
 
 def model_name(model: Any) -> str:
-    """Return the name of a model: the last part of its hub id, also of a model in a Python package; the name of the
-    folder that it was loaded from; or the name of its class if it has neither.
+    """Return a short name of a model for display: the last part of its id on the Hugging Face hub, or the name of the
+    folder that it was loaded from. Without either, return the name of its class.
     """
     name = getattr(getattr(model, "config", None), "name_or_path", None)
     if not isinstance(name, str) or not name:
