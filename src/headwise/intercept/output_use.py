@@ -113,8 +113,9 @@ def may_hide_heads(followed: FollowedOutput, features: list[int]) -> bool:
 
 
 def is_part(followed: FollowedOutput, layout: HeadLayout | None = None) -> bool:
-    """Return True if a tensor contains all values of an attention output, but only some of its heads. An axis with
-    missing elements may be heads unless it is an axis of queries, or the first one if another one is the heads.
+    """Return True if a tensor contains all values of an attention output, but only some elements of another axis, which
+    may be the heads. Axes of queries cannot be the heads; nor can the first axis, if another axis is known to be the
+    heads.
 
     Args:
         followed: the tensor.
@@ -291,9 +292,9 @@ def _depends_on(other: Tensor, tensor: Tensor, output: AttentionOutput) -> bool:
 
 
 def may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:
-    """Return True if the axes `features` of a tensor may contain heads of an attention output, though not clearly. They
-    contain the values, and either some axis of queries is elsewhere, or the features also contain other elements, as of
-    a stack of outputs.
+    """Return True if the axes `features` of a tensor may contain heads of an attention output, although it is not
+    established which part of them. They must contain the values. In addition, queries must remain on other axes, or the
+    features must contain unrelated elements, such as a stack of several outputs.
     """
     output, origins = followed.output, [{factor.axis for factor in factors} for factors in followed.axes]
     of_features = set[int]().union(*(origins[axis] for axis in features))
