@@ -185,8 +185,8 @@ def _examine(call: SDPACall) -> str | None:
 
 
 def _has_usual_sizes(call: SDPACall) -> bool:
-    """Return True if queries, keys and values have the axes (batch, heads, length, head_dim), or the last three of
-    them, no axis is empty, and heads share keys only if `enable_gqa` says so.
+    """Return True if the sizes of queries, keys and values are supported: axes (batch, heads, length, head_dim) or the
+    last three of these, none of them empty. Heads may share keys and values only if `enable_gqa` is True.
     """
     q, k, v = (tensor.shape for tensor in call.tensors)
     if len(q) not in (3, 4) or len(k) != len(q) or len(v) != len(q) or 0 in (*q, *k, *v):
@@ -198,7 +198,9 @@ def _has_usual_sizes(call: SDPACall) -> bool:
 
 
 def _why_not_options(call: SDPACall) -> str | None:
-    """Return the reason that the options of a call exclude the native kernels; None if they do not."""
+    """Return the reason why the native kernels cannot compute a call with these options, such as dropout or a mask.
+    Return None if they can.
+    """
     if call.dropout_p > 0:
         return DROPOUT
     reason = None if call.attn_mask is None else _why_not_mask(call, call.attn_mask)
@@ -214,7 +216,9 @@ def _why_not_options(call: SDPACall) -> str | None:
 
 
 def _why_not_mask(call: SDPACall, mask: Tensor) -> str | None:
-    """Return the reason that a mask excludes the native kernels, whatever its values are; None if it does not."""
+    """Return the reason why the native kernels cannot compute a call with this mask, from its shape, dtype and options,
+    not its values. Return None if they can.
+    """
     sizes = (*call.query.shape[:-1], call.key.shape[-2])
     fits = all(size in (1, wanted) for size, wanted in zip(mask.shape[::-1], sizes[::-1], strict=False))
     if not fits or not 2 <= mask.ndim <= len(sizes) or mask.device != call.query.device:
@@ -233,8 +237,9 @@ SmolLM2 on a processor with AMX (docs/lab-notes.md).
 
 
 def _why_slower(problem: Problem, hides_nothing: bool) -> str | None:
-    """Return the reason that torch is expected to be as fast as the native kernels; None if it is not. `hides_nothing`
-    is False for calls with a mask, of which torch computes every score.
+    """Return the reason why torch is expected to compute a call as fast as the native kernels, such as few queries.
+    Return None if the kernels are expected to be faster. `hides_nothing` is False for a call with a mask, for which
+    torch computes all scores, also hidden ones.
     """
     smallest = SMALLEST_QUERIES[problem.q.dtype]
     if problem.grid.queries < smallest:

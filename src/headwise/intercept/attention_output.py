@@ -151,9 +151,9 @@ class AttentionOutput:
         return is_one_head and self.is_of_layer(other) and not _is_same_memory(source.values, others.values)
 
     def is_other_softmax_of(self, other: "AttentionOutput") -> bool:
-        """Return True if this output and `other` come from different attention weights (softmax results) in one
-        attention layer, and the model has not yet mapped either of them linearly. Outputs with queries from different
-        projection weights count as different layers.
+        """Return True if this output and `other` come from different attention weights (softmax results) of one
+        attention layer. Return False as soon as the model has mapped one of them linearly. Outputs whose queries come
+        from different projection weights belong to different layers.
         """
         is_module = self.module_calls[-1].path == other.module_calls[-1].path
         is_projected = self.is_projected or other.is_projected
@@ -319,11 +319,15 @@ def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
 
 
 def innermost_calls(module_calls: Iterable[ModuleCall]) -> Iterable[ModuleCall]:
-    """Return the innermost running module call for each interceptor that intercepts some of `module_calls`."""
+    """Return the innermost running module call for each interceptor (object that observes or changes attention) that
+    intercepts some of `module_calls`.
+    """
     return {id(each.interceptor): each for each in module_calls}.values()
 
 
 def report_unreadable(module_calls: Iterable[ModuleCall], reason: str) -> None:
-    """Tell each interceptor that attention in its innermost running module is not reported, and the reason."""
+    """Tell each interceptor (object that observes or changes attention) that the attention in its innermost running
+    module is not reported, and the reason.
+    """
     for innermost in innermost_calls(module_calls):
         innermost.interceptor.on_unreadable(innermost.path, reason)

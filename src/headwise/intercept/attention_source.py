@@ -41,8 +41,8 @@ class AttentionSource(ABC):
     @property
     @abstractmethod
     def weight_axes(self) -> Sequence[int | None]:
-        """For each axis of the output except that of the values, the axis of the attention weights that it corresponds
-        to; None where there is no such axis.
+        """For each axis of the output, the axis of the attention weights that it corresponds to, or None. The output's
+        axis of values is left out, since weights have no such axis.
         """
 
     @property

@@ -46,12 +46,14 @@ class CallHandlers(NamedTuple):
     def answer(
         self, read_problem: Callable[[], Problem], compute: Callable[[], Answer], keeps_output: bool = False
     ) -> Answer:
-        """Return the answer of one attention call, without the changes that interceptors requested. Without observers,
-        call `compute`, the model's own function. With observers, pass them all attention weights of the problem that
-        `read_problem` returns, in row blocks (some query rows at a time), and notify them when the call has ended. In
-        this case, headwise's own blockwise attention may compute the answer in place of `compute`, unless an observer
-        has a check or keeps the output, the call has dropout, or `keeps_output` is True. With dropout, `compute` draws
-        the same random numbers as without observers, and the weights before dropout are observed.
+        """Compute one attention call and return its answer, before interceptors change it. Without observers, call
+        `compute`, the model's own function. With observers, pass them the attention weights of the problem that
+        `read_problem` returns, in row blocks (some query rows at a time). Then notify them that the call has ended.
+
+        With observers, headwise's own blockwise attention may compute the answer in place of `compute`. It does not if
+        an observer has a check or requires the model's output, if the call has dropout, or if `keeps_output` is True.
+        With dropout, `compute` draws the same random numbers as without observers, and the weights before dropout are
+        observed.
 
         Args:
             read_problem: function that states the call as a `Problem`; called only if there are observers.
@@ -91,8 +93,9 @@ class CallHandlers(NamedTuple):
         scores: Callable[[], tuple[Tensor | None, Tensor | None]] = lambda: (None, None),
     ) -> None:
         """Pass attention `weights` that the model itself has computed to the observers, in row blocks (some query rows
-        at a time), then notify the observers that the call has ended. A row block also contains the head outputs of its
-        rows: `out`, or, if `is_unchecked` and an observer has a check, weights times values, to compare with `out`.
+        at a time). Then notify the observers that the call has ended. Each row block also contains the head outputs of
+        its rows, from `out`. If `is_unchecked` is True and an observer has a check, it contains weights times values
+        instead, which the check compares with `out`.
 
         Args:
             weights: the weights.
@@ -118,9 +121,9 @@ class CallHandlers(NamedTuple):
         self._end()
 
     def observe_problem(self, problem: Problem, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Pass the attention weights of a `problem` that the model itself has solved to the observers, in row blocks
-        (some query rows at a time), then notify the observers that the call has ended. The weights are computed again,
-        without dropout. Without observers, do nothing.
+        """Compute the attention weights of a call again, without dropout, after the model itself has computed its
+        output `out`. Pass the weights to the observers in row blocks (some query rows at a time), then notify them that
+        the call has ended. Without observers, do nothing.
 
         Args:
             problem: the attention call.
@@ -143,8 +146,9 @@ class CallHandlers(NamedTuple):
         read_problem: Callable[[], Problem | None],
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the head outputs `out` after all changes that interceptors requested, each applied to the result of
-        the previous one. Changes may call `uniform_output`, which computes the head outputs under uniform attention,
-        and `read_problem`, which states the call as a `Problem` if that is possible.
+        the previous one. Changes may call `uniform_output`, which computes the head outputs under uniform attention.
+        They may also call `read_problem`, which returns the call as a `Problem` (its tensors and options), or None if
+        these are unknown.
         """
         with call_stack.paused():
             for change in self.changes:
@@ -188,8 +192,9 @@ class CallHandlers(NamedTuple):
             observation.observer(row_block.with_call_context(observation.call_context))
 
     def _observe_checked_problem(self, problem: Problem, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Compute the attention weights and outputs of a problem in row blocks, compare the outputs with the model's
-        own output `out` by the check of every observation that has one, and pass the blocks to every observer.
+        """Compute the attention weights and outputs of a problem (one attention call) in row blocks, some query rows at
+        a time. Each observation that has a check compares these outputs with the model's own output `out`. Then pass
+        the blocks to every observer.
         """
         answer, observe = Answer(out, None, None), partial(self._check_and_observe, out)
         with torch.no_grad():
@@ -226,9 +231,9 @@ def handlers_of_call(
     appended_keys: int = 0,
     is_aligned: bool = False,
 ) -> CallHandlers:
-    """Report one attention call to the interceptors of the models whose modules are among `module_calls`. Return the
-    functions by which the interceptors observe or change the call. While `exclusive_to` is active, report the call to
-    the interceptor chosen there alone.
+    """Report one attention call to the interceptors (objects that observe or change attention) of the models whose
+    modules are among `module_calls`. Return the functions by which they observe or change the call. While
+    `exclusive_to` is active, report the call only to the interceptor that was chosen there.
 
     Args:
         grid: size of the scores: batch, heads, queries, keys.
@@ -292,8 +297,8 @@ def _input_sources(origins: CallOrigins | None) -> InputSources:
 
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:
-    """Return the innermost running module call for each interceptor that receives reports now, that of the innermost
-    context first.
+    """Return the innermost running module call for each interceptor (object that observes or changes attention) that
+    receives reports now. That of the innermost context comes first.
     """
     interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
     innermost: dict[int, ModuleCall] = {}

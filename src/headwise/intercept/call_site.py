@@ -9,9 +9,9 @@ from headwise.intercept.origin import CallOrigins
 
 
 def site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | None) -> SiteKey:
-    """Return the site of an attention call in the module of `module_call`: the module's path, the kind (self- or
-    cross-attention), and the number of the layer in the module. If the kind is neither derived nor stated by the user,
-    it counts as cross-attention, and the interceptor is told so.
+    """Return the site of an attention call: the path of its module, the kind (self- or cross-attention), and the number
+    of the layer in the module. If the kind is neither derived nor stated by the user, the call counts as
+    cross-attention. The interceptor is then told so.
 
     Raises:
         InputError: the user stated another kind or number of heads.

@@ -100,7 +100,7 @@ def on_function(call: FunctionCall, result: Any) -> Any:
 
 def on_module_end(module_call: ModuleCall) -> None:
     """Handle the end of a module call. If the module computed a softmax that looks like attention, but did not multiply
-    it with values, report the module to the interceptors as one whose attention cannot be read.
+    it with values, its attention cannot be read. Report this to the interceptors.
     """
     for softmax in [each for each in call_stack.attention.softmaxes if each.module_calls[-1] is module_call]:
         call_stack.attention.softmaxes.remove(softmax)
@@ -139,8 +139,8 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
 
 def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> None:
     """Record that so many `elements` of a softmax result were multiplied with values, which gave `output`. If there are
-    several such products, and one of them uses only a part of the elements, exclude all their outputs from the results:
-    the parts may be different heads, rows or keys.
+    several such products, and one of them uses only a part of the elements, exclude all their outputs from the results.
+    Each part may be another head, or other rows or keys.
     """
     softmax.outputs.append((elements, output))
     if len(softmax.outputs) > 1 and any(count != softmax.elements for count, _ in softmax.outputs):
@@ -189,8 +189,8 @@ class _Product(AttentionSource):
 
     @property
     def weight_axes(self) -> list[int | None]:
-        """For each axis of the output except that of the values, the axis of the attention weights that it corresponds
-        to; None where there is no such axis.
+        """For each axis of the output, the axis of the attention weights that it corresponds to, or None. The output's
+        axis of values is left out, since weights have no such axis.
         """
         return self.order
 

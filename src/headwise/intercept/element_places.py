@@ -44,9 +44,8 @@ In other dtypes, four times the distance between 1 and the next number may be mo
 
 
 def may_project(call: FunctionCall) -> bool:
-    """Return True if a function call may be the output projection. It may be if the function is a product of tensors,
-    reads a parameter of a module, or is an operator outside of torch's documented functions, such as a quantised
-    product.
+    """Return True if a function call may be the output projection: if it is a product of tensors, or reads a parameter
+    of a module. The same holds for an operator that torch does not define as a function, such as a quantised product.
     """
     is_operator = isinstance(call.function, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
     return is_operator or call.function in PRODUCTS or any(map(is_parameter, call.tensors))

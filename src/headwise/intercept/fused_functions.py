@@ -13,9 +13,9 @@ NAME_PARTS = ("attention", "attn", "transformer_encoder_layer_fwd")
 
 
 def report_fused(call: FunctionCall, module_calls: list[ModuleCall]) -> None:
-    """Report the running module to the interceptors as unreadable if `call` is a call of a fused attention function. A
-    function counts as one if its name contains a term such as "attention", and at least three arguments have the shape
-    and dtype that queries, keys and values can have.
+    """Report the running module to the interceptors as unreadable if `call` is a call of a fused attention function.
+    Its name must contain a term such as "attention". At least three of its arguments must have a shape and dtype that
+    queries, keys and values can have.
     """
     name = _attention_name(call.function)
     if name is None or sum(_may_be_heads(argument) for argument in (*call.args, *call.kwargs.values())) < 3:

@@ -70,9 +70,9 @@ class HeadLayout:
         return tensor.reshape([sizes[axis] for axis in order]).permute(inverse).reshape(shape)
 
     def _split(self, width: int) -> tuple[list[int], list[int], tuple[list[int], list[int], list[int]]]:
-        """Split the axes that contain heads together with something else into separate axes. Return the sizes of all
-        resulting axes; their order by role (sequences, heads, queries, values); and the axes of the sequences, of the
-        heads and of the queries. `width` is the size of the axis of values.
+        """Split the axes that contain heads together with something else into separate axes. Return the sizes of the
+        resulting axes, and their order by role: sequences, heads, queries, values. Also return which axes are
+        sequences, which are heads and which are queries. `width` is the size of the axis of values.
         """
         sizes: list[int] = []
         batch: list[int] = []

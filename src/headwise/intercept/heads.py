@@ -52,10 +52,10 @@ class Heads(SiteRegistry):
 
     @property
     def details(self) -> dict[str, CapturedWeights]:
-        """Captured attention weights of the last call at each site (an attention module, self or cross), by module
-        path. If a module computes several layers itself, the keys of the others are the path with their number, such
-        as `blocks[1]`. If a module has both kinds, the key of its cross-attention is followed by `", cross"`. The dict
-        is empty if no capture was requested.
+        """Attention weights captured in the last call at each site (attention module, self or cross), by module path.
+        If a module computes several layers itself, the keys of its further layers have a number, such as `blocks[1]`.
+        If a module computes self- and cross-attention, the key of the latter ends with `", cross"`. The dict is empty
+        if no capture was requested.
         """
         details = {}
         for record in self.records:
@@ -196,8 +196,8 @@ class Heads(SiteRegistry):
 
 def _estimates(record: SiteRecord, name: str) -> list[tuple[float, float, float]]:
     """Return, for each head of a site (attention module, self or cross), the mean and standard error of the statistic
-    `name`, and the number of sequences. Mean and error are NaN if the statistic was not measured. A sequence that was
-    observed in several calls counts once.
+    `name`, and the number of sequences. Mean and error are NaN if the statistic was not measured. A sequence to which
+    the module attended several times counts once.
     """
     moments = record.statistics.get(name)
     if moments is None:

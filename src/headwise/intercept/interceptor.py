@@ -45,9 +45,9 @@ class SiteKey(NamedTuple):
 
 
 class InputSources(NamedTuple):
-    """Sources on which the queries and keys of one attention call depend: inputs of the model, and results in which
-    tokens were mixed, such as outputs of earlier attention. Each set of sources is the bits of an int; it is 0 if there
-    are none, or if they are unknown.
+    """Sources on which the queries and keys of one attention call depend. A source is an input of the model, or a
+    result in which tokens were mixed, such as an output of earlier attention. A set of sources is stored as the bits of
+    an int; it is 0 if it is empty or unknown.
 
     Attributes:
         of_queries: sources of the queries.

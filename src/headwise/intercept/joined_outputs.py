@@ -47,8 +47,9 @@ def refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutpu
 
 def refuse_concatenated_heads(call: FunctionCall) -> None:
     """Exclude attention outputs from the results if a function call concatenates them as features, and they may be
-    single heads or groups of heads: parts of one output, or outputs of several calls of one module. Also exclude an
-    output that was reported already if parts of it are concatenated along its heads, since their order may change.
+    single heads or groups of heads. They may be if they are parts of one output, or outputs of several calls of one
+    module. Also exclude an output that was already reported if parts of it are concatenated along its heads, since
+    their order may change.
     """
     outputs: list[AttentionOutput] = []
     reported: list[tuple[AttentionOutput, bool]] = []

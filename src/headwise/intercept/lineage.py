@@ -235,7 +235,7 @@ class Lineage:
 
     def _placed(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
         """Return the origin (sources) of the first of `tensors` after the others were written into it. Integer tensors
-        do not count, since they are indices of the places.
+        among the others do not count, as they are indices of the places, unless the first one has the same dtype.
         """
         is_content = [tensor.is_floating_point() or tensor.dtype == tensors[0].dtype for tensor in tensors]
         origin = union_of(origin for origin, counts in zip(origins, is_content, strict=True) if counts)

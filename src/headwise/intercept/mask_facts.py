@@ -59,8 +59,8 @@ class MaskFacts:
     def own_key_of_first_row(self) -> tuple[int | None, bool]:
         """Return the index of the key that belongs to the token of the first query row, in self-attention. It is the
         largest value of `last visible key - row` over all rows; None if that differs between sequences, or if no row
-        sees a key. Also return True if several rows have this value, as under a causal mask, so that the index is
-        certain.
+        sees a key. Also return True if this is certain: several rows have the value, as under a causal mask, or there
+        is only one row.
 
         Rows with a smaller difference are padding.
         """
@@ -86,9 +86,9 @@ def _hides_by_distance(mask: Mask, grid: Grid) -> bool:
 
 
 def _facts_of_rows(visible: Bool[Tensor, "#batch rows keys"], first_row: int) -> tuple[Tensor, ...]:
-    """Return five tensors of facts about some query rows, of which the first has the index `first_row`. For each row:
-    True if it sees a key, the first and the last key that it sees, and True if it sees the key with its own index. For
-    each key: True if one of these rows sees it.
+    """Return facts about some query rows, of which the first has the index `first_row`. Four tensors are by row: True
+    if it sees a key, the first key that it sees, the last one, and True if it sees the key with its own index. A fifth
+    tensor is by key: True if one of these rows sees it.
     """
     sees_any, keys = visible.any(-1), visible.shape[-1]
     as_numbers = visible.to(torch.uint8)

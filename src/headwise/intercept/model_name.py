@@ -8,7 +8,7 @@ from headwise.packaged_models import PACKAGED
 
 def model_name(model: Any) -> str:
     """Return a short name of a model for display: the last part of its id on the Hugging Face hub, or the name of the
-    folder that it was loaded from. Without either, return the name of its class.
+    folder that it was loaded from. A model with neither has the name of its class.
     """
     name = getattr(getattr(model, "config", None), "name_or_path", None)
     if not isinstance(name, str) or not name:

@@ -55,11 +55,13 @@ class ModuleCall:
 
 def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | None, Tensor | None]:
     """Return the token ids and the padding mask that apply to an attention call, each None if not found. They are the
-    arguments `input_ids` and `attention_mask` (with 2 axes) of the running modules around the attention. Modules are
-    searched from the innermost one outwards. The search ends at the first module that received token ids, unless a
-    module around it that received the same ids has the padding mask. It also ends where the ids would not be those of
-    the attention: at other kinds of input such as images, and at a module that received both source and target ids. Ids
-    with several tokens at each position, as of audio, are not returned.
+    arguments `input_ids` and `attention_mask` (with 2 axes) of the running modules around the attention, searched from
+    the innermost module outwards.
+
+    The search ends at the first module that received token ids, or another kind of input such as images; a module
+    around it that received the same ids may have the padding mask. Ids of several tokens at each position, as of audio,
+    are not returned. The search also ends at a module that received the ids of sources and of targets, since its
+    arguments do not state which of them the attention reads.
 
     Args:
         module_calls: nested calls of one model's modules, outermost first.

@@ -21,7 +21,8 @@ ModernBERT, Wav2Vec2-BERT, BLIP, InternVL and Funnel Transformer.
 
 
 class OutputProjection(NamedTuple):
-    """Module that projects the outputs of all heads of an attention module, and the linear map that it computes.
+    """Output projection of an attention module: the path of the module that applies it to the outputs of all heads, and
+    the linear map that this module computes.
 
     Attributes:
         path: path of the module in the model.

@@ -63,7 +63,7 @@ class OutputStep:
 
     @property
     def moves_heads(self) -> bool:
-        """True if the call may have moved elements from one head to another."""
+        """True if this function call may have moved elements of the attention output from one head to another."""
         output = self.followed.output
         if not self._moves_elements:
             return False
@@ -135,8 +135,8 @@ class OutputStep:
 
 
 def take_note_of_merged_axis(followed: FollowedOutput) -> None:
-    """Store the layout of the heads that a reshaped attention output suggests: if one axis of the tensor consists of
-    the values and another axis of the output, the latter is probably the heads.
+    """Store the layout of the heads that a reshaped attention output suggests. If one axis of the tensor consists of
+    the values and another axis of the output, this other axis is probably the heads.
     """
     output = followed.output
     axis = merged_axis(followed.axes, output.axes.value)

@@ -151,8 +151,8 @@ def is_multiplied(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) 
 
 
 def sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
-    """Return True if a function call sums a tensor over the axis of a stack: an axis that joins several tensors and
-    does not exist in the attention output. The tensor must keep the values of each head.
+    """Return True if a function call sums a tensor over an axis that joins several tensors, as after `torch.stack`, and
+    that the attention output itself does not have. The values of each head must be kept.
     """
     if call.function in SUMS:
         dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis"))

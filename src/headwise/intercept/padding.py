@@ -50,8 +50,8 @@ def real_by_mask(facts: MaskFacts, first: int, queries: int, batch: int) -> Real
 
 def real_by_causal_mask(facts: MaskFacts, queries: int, batch: int) -> RealTokens:
     """Return which query rows of a self-attention call are not padding, if the first keys may not be tokens. Under a
-    causal mask, the last key that a row sees is its own key; the row is padding if its own key is hidden from all rows.
-    If a mask that is not causal hides keys from all rows, the result is marked as unknown.
+    causal mask, the last key that a row sees is its own key. A row is padding if no row sees its own key. If a mask
+    that is not causal hides keys from all rows, the result is marked as unknown.
 
     Args:
         facts: facts about the mask.

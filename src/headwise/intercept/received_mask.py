@@ -58,15 +58,15 @@ class ReceivedMask(NamedTuple):
         return self.mask.block(self.grid, rows)
 
     def by_sequence(self) -> Iterator[tuple[range, Bool[Tensor, "#batch rows keys"]]]:
-        """Yield the mask in parts: a range of query rows, and a boolean tensor that is True where a row may attend to a
-        key in at least one head. If all rows are equal, yield the first row alone.
+        """Yield the mask in parts: a range of query rows and a boolean tensor for these rows. The tensor is True where
+        a row may attend to a key in at least one head. If all rows are equal, yield the first row alone.
         """
         for rows, block in self.by_head():
             yield rows, block[:, 0] if block.shape[1] == 1 else block.any(1)
 
     def by_head(self) -> Iterator[tuple[range, Bool[Tensor, "#batch #heads rows keys"]]]:
-        """Yield the mask in parts: a range of query rows, and a boolean tensor for each head that is True where a row
-        may attend to a key. If all rows are equal, yield the first row alone.
+        """Yield the mask in parts: a range of query rows and a boolean tensor for these rows. The tensor is True where
+        a row may attend to a key, separately for each head. If all rows are equal, yield the first row alone.
         """
         grid, queries = self.grid, 1 if self.has_equal_rows else self.grid.queries
         step = max(1, CELLS_AT_ONCE // max(1, grid.batch * grid.heads * grid.keys))

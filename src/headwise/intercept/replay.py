@@ -62,7 +62,7 @@ class Replay:
 
     @property
     def stacks(self) -> list[nn.Module]:
-        """Modules below the model itself that contain several attention modules, such as a decoder."""
+        """Modules that contain several attention modules, such as a decoder. The model itself is left out."""
         return [
             module
             for path, module in self._modules.items()
@@ -134,8 +134,8 @@ class Replay:
 
     @property
     def sites_by_start(self) -> list[str]:
-        """Paths of attention modules of the recorded run, in descending order of when attention began in them.
-        Attention modules between whose starts no recorded module call ended count as one, and one of them is listed.
+        """Paths of the attention modules of the recorded run, the one in which attention began last first. If no
+        recorded module call ended between the starts of several of them, only one of these is listed.
         """
         site_of_start = {start: path for path, start in self._attention_start.items()}
         return [site_of_start[start] for start in sorted(site_of_start, reverse=True)]

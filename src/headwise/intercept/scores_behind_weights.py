@@ -68,8 +68,8 @@ def unshifted(scores: Scores) -> Scores | None:
 
 
 def _dtypes(weights: torch.Tensor, problem: Problem) -> list[torch.dtype]:
-    """Return the dtypes in which a model may have computed its attention weights: those of the weights and of the
-    queries, that of autocast, and float32, which `transformers` uses for softmax.
+    """Return the dtypes in which a model may have computed its attention weights. These are the dtypes of the weights
+    and of the queries, that of autocast, and float32, in which `transformers` computes softmax.
     """
     device = weights.device.type
     of_autocast = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []

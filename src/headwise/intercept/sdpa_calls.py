@@ -109,14 +109,16 @@ class _SDPACall(AttentionSource):
 
     @property
     def weight_axes(self) -> list[int | None]:
-        """For each axis of the output except that of the values, the axis of the attention weights that it corresponds
-        to. In SDPA it is the same axis.
+        """For each axis of the output, the axis of the attention weights that it corresponds to. In SDPA it is the same
+        axis. The output's axis of values is left out, since weights have no such axis.
         """
         return list(range(len(self.shape) - 1))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Queries, keys and values, and the mask if there is one."""
+        """Tensors that must stay unchanged until the attention weights are computed again from them: queries, keys,
+        values, and the mask if there is one.
+        """
         mask = self.options.get("attn_mask")
         return [self.query, self.key, self.value, *([] if mask is None else [mask])]
 

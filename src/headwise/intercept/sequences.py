@@ -21,7 +21,8 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """Tokens of the sequences of a batch so far: their number, their ids and which of them are padding.
+    """Tokens of each sequence of a batch so far, over several calls of the model: their number, their ids, and which of
+    them are padding.
 
     Attributes:
         length: number of tokens of each sequence, with padding.
@@ -192,7 +193,9 @@ _PRIMES = (1, 4294967291, 2147483647, 1000000007)
 
 
 def fingerprint_of(keys: Keys, count: int) -> Float[Tensor, "batch count features"]:
-    """Return a copy of some features of the first `count` keys of the first head."""
+    """Return a copy of the first few features of the first `count` keys of the first head. Later calls recognise cached
+    keys by them.
+    """
     return keys[:, 0, :count, :FINGERPRINT_WIDTH].detach().clone()
 
 

@@ -15,8 +15,8 @@ from headwise.statistics.moments import Clusters, separate_clusters
 
 
 class Recurrence(threading.local):
-    """Record of which attention call began the sequences that later calls at the same site (attention module, self or
-    cross) continue, within one call of the model and one thread.
+    """Record of the attention call that began the sequences at each site (attention module, self or cross). Later calls
+    at the site may continue them. The record is for one call of the model and one thread.
     """
 
     def __init__(self) -> None:

@@ -15,8 +15,9 @@ KINDS = ("self", "cross")
 
 @dataclass(frozen=True)
 class Site:
-    """Statement about the attention that one module of a model computes, for `watch` and `gate`: its number of heads,
-    its kind, self- or cross-attention, and the axes of its attention weights.
+    """Statement of the user about the attention that one module of a model computes: its number of heads, its kind
+    (self- or cross-attention), and the axes of its attention weights. `watch` and `gate` accept it as an element of
+    `sites`.
 
     It is used where this cannot be derived, and otherwise compared with what was derived.
 

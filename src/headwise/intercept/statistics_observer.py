@@ -111,8 +111,8 @@ class StatisticsObserver(Interceptor):
         self._heads.on_module_call(path)
 
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
-        """Forward the end of a module call to the check of output projections: if the module at `path` may be one,
-        compare its input and output with the head outputs.
+        """At the end of a call of the module at `path`, compare its input and output with head outputs if it may be an
+        output projection.
         """
         self._written_norms.on_module_end(path, arguments, output)
 
@@ -216,9 +216,9 @@ class StatisticsObserver(Interceptor):
         return Tally(gram, observed.first_token, measured=self._measured, further=further)
 
     def _leave_out_missing(self, record: SiteRecord, tally: Tally) -> None:
-        """Remove from a site's results the statistics that are missing for one call: the largest logits if the scores
-        are unknown, and further statistics that could not be computed. A maximum or mean over the other calls alone
-        would be a different number. Report the module, unless only the logits before a softcap are missing.
+        """Remove statistics from a site's results if one call lacks them: the largest logits if the scores are unknown,
+        and further statistics that could not be computed. A maximum or mean over the other calls alone would be a
+        different number. Report the module, unless only the logits before a softcap are missing.
         """
         missing = (LARGEST if tally.measured is None else LARGEST & tally.measured) - tally.other_sums.keys()
         if tally.row_sums is not None and missing:

@@ -67,8 +67,8 @@ class _HeadOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _ModelCall:
-    """Data of the current call of the model in one thread: head outputs that are not yet compared with their output
-    projection, and calls of modules that may be output projections.
+    """Data of the current call of the model in one thread: head outputs that still have to be compared with their
+    output projection, and calls of modules that may be output projections.
 
     Attributes:
         head_outputs: outputs of heads that wait for their projection, by the path of the attention module.
@@ -102,8 +102,8 @@ class WrittenNorms:
 
     def gram(self, path: str, heads: int, value_dim: int | None) -> Float[Tensor, "heads value_dim value_dim"] | None:
         """Return the matrix `W_h^T W_h` for each head h, where `W_h` is the head's slice of the output projection of
-        the attention module at `path`. Return None if no projection is found, if the first call contradicted it, or if
-        `value_dim` is unknown.
+        the attention module at `path`. Return None if no projection is found, if a call of the model did not confirm
+        it, or if `value_dim` is unknown.
         """
         if value_dim is None or path in self._left_out:
             return None
@@ -127,7 +127,7 @@ class WrittenNorms:
 
     def slices(self, path: str, heads: int, value_dim: int | None) -> HeadSlices | None:
         """Return each head's slice of the output projection of the attention module at `path`. Return None if no
-        projection is found, if the first call contradicted it, or if `value_dim` is unknown.
+        projection is found, if a call of the model did not confirm it, or if `value_dim` is unknown.
         """
         if value_dim is None or self.gram(path, heads, value_dim) is None:
             return None
@@ -137,8 +137,8 @@ class WrittenNorms:
         return slices
 
     def _has_other_projection(self, path: str, width: int) -> bool:
-        """Return True if the attention module at `path` contains a module that looks like its output projection, by
-        name and size, but was not found to be a linear map of `width` features.
+        """Return True if the attention module at `path` contains a module that looks like an output projection of
+        `width` features, by name and size. The caller has found that no such module computes a linear map.
         """
         for name, child in self._modules[path].named_children():
             sizes = {size for tensor in (*child.parameters(), *child.buffers()) for size in tensor.shape}
