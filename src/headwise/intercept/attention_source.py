@@ -61,8 +61,8 @@ class AttentionSource(ABC):
 
     @abstractmethod
     def handlers(self, layout: HeadLayout) -> CallHandlers:
-        """Report the attention call, with its heads in `layout`, to the interceptors of the model. Return the functions
-        by which they observe or change the call.
+        """Report the attention call to the interceptors of the model. `layout` states which of its axes are the heads.
+        Return the functions by which they observe or change the call.
         """
 
     @abstractmethod
@@ -78,7 +78,7 @@ class AttentionSource(ABC):
         """Return what each head would output if every query attended with equal weights to all keys that it may see."""
 
     def stated_problem(self, layout: HeadLayout) -> Problem | None:
-        """Return the call as a `Problem`, headwise's form of the tensors and options of one attention call, with heads
-        in `layout`. By default return None, for calls whose queries and keys are unknown.
+        """Return the call as a `Problem`, headwise's form of the tensors and options of one attention call. `layout`
+        states which axes are the heads. By default return None, for calls whose queries and keys are unknown.
         """
         return None

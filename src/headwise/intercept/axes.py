@@ -66,8 +66,8 @@ def axes_of(shape: torch.Size) -> Axes:
 
 def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
     """Return the tensors in the `result` of a function call that contain elements of its argument `before`. Each comes
-    with its axes, as factors of the axes of the original tensor. The list leaves out empty tensors, and those with
-    unknown axes.
+    with its axes, written as parts of the axes of the original tensor. The list leaves out empty tensors, and those
+    with unknown axes.
 
     Args:
         call: the call.
@@ -87,8 +87,8 @@ def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> l
 
 
 def has_unknown_axes(call: FunctionCall, axes: Axes, before: Tensor) -> bool:
-    """Return True if the axes after a call of a view function, such as `reshape`, cannot be described by factors of the
-    `axes` of its argument `before`.
+    """Return True if the axes after a call of a view function, such as `reshape`, are unknown: they cannot be written
+    as products of parts of the `axes` of its argument `before`.
     """
     if not before.numel():
         return False

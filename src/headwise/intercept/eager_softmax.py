@@ -250,8 +250,8 @@ class _Product(AttentionSource):
         return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, *sources)
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
-        """Report the attention call, with its heads in `layout`, to the interceptors of the model. Return the functions
-        by which they observe or change the call.
+        """Report the attention call to the interceptors of the model. `layout` states which of its axes are the heads.
+        Return the functions by which they observe or change the call.
         """
         batch, heads, queries = layout.sizes
         keys = prod(self.tensor.shape[axis] for axis in self.key_axes)
@@ -346,8 +346,8 @@ class _Product(AttentionSource):
         return layout.by_head(self.call.replaced(self.tensor, uniform.to(self.tensor.dtype)).run())
 
     def _arranged(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that has the axes of the attention weights with its axes in the order of the output's axes.
-        The axis of the keys takes the place of the output's axis of values.
+        """Return `tensor`, which has the axes of the attention weights, with these axes in the order of the output's
+        axes. The axis of the keys takes the place of the output's axis of values.
         """
         order = [axis for axis in self.order if axis is not None]
         squeezed = [axis for axis in range(tensor.ndim) if axis not in order and axis not in self.key_axes]

@@ -55,7 +55,8 @@ def is_causal_bias(mask: Any) -> bool:
 def call_replaced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of torch that has been replaced under its public name, and return its result.
 
-    The class `CausalBias` of masks computes calls of SDPA itself, but knows them by what is under the name of SDPA.
+    Torch computes a call of SDPA with a mask of the class `CausalBias` by a method of this class, but only if the
+    function under the name of SDPA is its own. So the method is called directly.
     """
     mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     if function is SDPA and is_causal_bias(mask):
@@ -79,8 +80,8 @@ def is_sdpa_foreign() -> bool:
 
 
 def torchs_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the torch function that `function` replaces under torch's public name. Return `function` itself if it is
-    no such replacement.
+    """Return the original torch function if `function` replaces one under its public name. Otherwise return `function`
+    itself.
 
     Functions of torch that are written in Python pass to a torch function mode what is found under their own name, in
     place of themselves. The mode must not call a replacement again, from which they were called.

@@ -25,9 +25,9 @@ def without_unselected(facts: MaskFacts, received: ReceivedMask, arguments: Iter
     """Return the facts about a mask (which keys are seen, and more) with a change for keys that the mask hides from all
     rows. Such a key stays hidden only if it is padding; otherwise it counts as seen.
 
-    They are padding if the rest of the mask follows from positions: each row sees an interval of the other keys, or the
-    same keys as in other sequences with other hidden keys. Otherwise, as in top-k attention, only those of them are
-    padding that a padding mask among the arguments of a module marks.
+    The hidden keys are padding if the rest of the mask follows from positions: each row sees an interval of the other
+    keys, or the same keys as in other sequences with other hidden keys. Otherwise, as in top-k attention, a hidden key
+    is padding only if a padding mask among the arguments of a module marks it.
 
     Args:
         facts: facts about the mask.

@@ -24,8 +24,8 @@ from headwise.intercept.token_numbers import TokenNumbers
 
 
 class Lineage:
-    """Record of the tensors on which each tensor of a running model depends, called its sources, in one thread. They
-    show if attention is self- or cross-attention.
+    """Record of the sources of each tensor in a running model, that is the tensors on which it depends. They show
+    whether attention is self- or cross-attention. The record is for one thread.
 
     Attributes:
         given: sources that are arguments of the outermost running module.
@@ -317,8 +317,8 @@ def _bits_of(sources: int) -> Iterator[int]:
 
 
 def _name_in(module_calls: Sequence[ModuleCall], tensor: Tensor) -> Hashable | None:
-    """Return a name of a tensor that is a parameter or buffer of a running module: the module's id and the attribute's
-    name. It is the same in every call of the model. Return None for other tensors.
+    """Return a name for `tensor` if it is a parameter or buffer of a running module: the module's id and the
+    attribute's name. It is the same in every call of the model. Return None for other tensors.
     """
     for module_call in reversed(module_calls):
         module = module_call.module

@@ -174,8 +174,8 @@ def sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> 
 def axes_after_function(
     call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Any
 ) -> list[tuple[Tensor, Axes]]:
-    """Return those tensors in the `result` of a function call that contain the values of an attention output, each with
-    its axes (as factors of the output's axes). `argument` was computed from the output.
+    """Return the tensors in the `result` of a function call that contain the values of an attention output. Each comes
+    with its axes, written as parts of the output's axes. `argument` is the argument that was computed from the output.
     """
     if call.function in CONCATENATIONS and result.ndim == argument.ndim:
         return [(result, _concatenated(followed.axes, _axis_of(call, argument.ndim), result))]

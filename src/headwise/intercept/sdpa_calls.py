@@ -128,8 +128,8 @@ class _SDPACall(AttentionSource):
         return self
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
-        """Report the attention call, with its heads in `layout`, to the interceptors of the model. Return the functions
-        by which they observe or change the call.
+        """Report the attention call to the interceptors of the model. `layout` states which of its axes are the heads.
+        Return the functions by which they observe or change the call.
         """
         batch, heads, queries = layout.sizes
         grid = Grid(batch, heads, queries, self.key.shape[-2], self.query.device)
@@ -162,14 +162,14 @@ class _SDPACall(AttentionSource):
         return fill_hidden_rows_as_torch(uniform_output(problem), problem.v, mask)
 
     def stated_problem(self, layout: HeadLayout) -> Problem:
-        """Return the call as a `Problem`, headwise's form of the tensors and options of one attention call, with heads
-        in `layout`.
+        """Return the call as a `Problem`, headwise's form of the tensors and options of one attention call. `layout`
+        states which axes of the tensors are the heads.
         """
         return self.problem(layout)
 
     def problem(self, layout: HeadLayout) -> Problem:
-        """Return the call as a `Problem`, headwise's form of the tensors and options of one attention call, with heads
-        in `layout`. The result is cached.
+        """Return the call as a `Problem`, headwise's form of the tensors and options of one attention call. `layout`
+        states which axes of the tensors are the heads. The result is cached.
         """
         if layout not in self.problems:
             query = layout.by_head(self.query.expand(*self.shape[:-2], *self.query.shape[-2:]))

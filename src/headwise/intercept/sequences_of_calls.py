@@ -127,9 +127,9 @@ class SequenceClusters:
     statistically independent. If a site (attention module, self or cross) attends several times in one call of the
     model, each sequence has several values of a statistic. These values depend on each other.
 
-    A call that has only some of the sequences does not show which. Their values are independent if it is the only call
-    of its site in the call of the model, and if all sequences of the data are independent. Otherwise their clusters are
-    unknown.
+    An attention call may have only some of the sequences, and does not show which. Their values are independent if it
+    is the only call of its site in the call of the model, and if all sequences of the data are independent. Otherwise
+    their clusters are unknown.
     """
 
     def __init__(self) -> None:

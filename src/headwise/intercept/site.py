@@ -19,7 +19,8 @@ class Site:
     (self- or cross-attention), and the axes of its attention weights. `watch` and `gate` accept it as an element of
     `sites`.
 
-    It is used where this cannot be derived, and otherwise compared with what was derived.
+    The statement is used where these properties cannot be derived from the model. Otherwise it is compared with the
+    derived ones.
 
         hw.watch(model, sites=[hw.Site("blocks.0.mixer", heads=8, kind="self")])
 

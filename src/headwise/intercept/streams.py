@@ -48,8 +48,8 @@ def stream_of_queries(call: Call, streams: Iterable[Stream]) -> Stream | None:
     """Return the self-attention call over the tokens from which the queries of a cross-attention call come. Return None
     if it is not certain which call that is.
 
-    Its queries depend on the same inputs of the model. If several streams fit, it is the one in the nearest module, or
-    any if they agree about padding.
+    The queries of both calls depend on the same inputs of the model. If several calls of self-attention fit, return the
+    one in the nearest module, or any of them if they agree about padding.
     """
     fitting = [stream for stream in streams if (stream.batch, stream.queries) == (call.grid.batch, call.grid.queries)]
     related = [each for each in fitting if each.query_sources and not each.query_sources & ~call.sources.of_queries]
