@@ -43,8 +43,8 @@ def _is_far_below(numbers: Tensor, reference: Tensor, dim: int) -> Bool[Tensor, 
 
 def is_uniform_where_hidden(mask: Tensor | None) -> bool:
     """Return True if torch's softmax is uniform in every row where `mask` hides all keys by finite numbers. That is the
-    case if the numbers of the row are equal, and so large that the scores vanish in their sum. Also return True if
-    there is no such row, as in boolean masks.
+    case if the numbers of the row are equal, and so large in magnitude that adding the scores does not change them.
+    Also return True if there is no such row, as in boolean masks.
     """
     if mask is None or not mask.is_floating_point():
         return True

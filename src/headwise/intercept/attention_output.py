@@ -188,8 +188,8 @@ class AttentionOutput:
 
     def finish(self, *, is_last: bool = False) -> bool:
         """Report the attention call to the interceptors. If the heads are established, pass the attention weights to
-        the observers; if the call was refused, report its module with the reason. Return False if the heads are still
-        unknown, so that nothing was reported. A second report does nothing.
+        the observers. If there is a reason not to report the call, name its module and this reason instead. Return
+        False if the heads are still unknown, so that nothing was reported. A second report does nothing.
 
         Args:
             is_last: True at the end of the model, after which nothing more can be learnt about the call.

@@ -58,8 +58,8 @@ Axes = tuple[tuple[Factor, ...], ...]
 
 
 def axes_of(shape: torch.Size) -> Axes:
-    """Return the axes of a tensor of this shape that was not reshaped: each axis consists of one factor, the axis
-    itself.
+    """Return the axes of a tensor of this shape that was not reshaped. Each axis consists of one factor (part of an
+    axis), the axis itself.
     """
     return tuple((Factor(axis, 1, size),) if size > 1 else () for axis, size in enumerate(shape))
 
@@ -146,8 +146,8 @@ def axes_of_view(axes: Axes, view: Tensor) -> Axes | None:
 
 
 def _factors_between(places: list[tuple[int, Factor]], size: int, stride: int) -> tuple[Factor, ...] | None:
-    """Return the factors that make up one axis of a view of a contiguous tensor. Return None if factors cannot describe
-    this axis.
+    """Return the factors (parts of axes of a contiguous tensor) that make up one axis of a view of this tensor. Return
+    None if no factors describe the axis, for example if it contains every second element.
 
     Args:
         places: each factor of the tensor after the distance of its neighbours in memory, fastest first.
@@ -174,5 +174,5 @@ def _factors_between(places: list[tuple[int, Factor]], size: int, stride: int) -
 
 
 def other_axis(size: int) -> tuple[Factor, ...]:
-    """Return the factors of a new axis, of this size, that corresponds to no axis of the original tensor."""
+    """Return the factors (parts) of an axis of this size that corresponds to no axis of the original tensor."""
     return (Factor(OTHER, 1, size),) if size > 1 else ()

@@ -119,7 +119,9 @@ class CallContexts(threading.local):
             return self._read_self(call, received, facts)
 
     def _read_self(self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None) -> ObservedCall:
-        """Return the tokens, padding and positions of a call of self-attention."""
+        """Return the tokens, padding and positions of a self-attention call, and whether it continues the sequences of
+        an earlier call.
+        """
         grid = call.grid
         memory = None if call.sources.has_new_keys else self._memories.get((call.site, call.index))
         if not grid.uses_default_positions:

@@ -157,8 +157,8 @@ class CallHandlers(NamedTuple):
 
     @property
     def keeps_output(self) -> bool:
-        """True if an observer requires that the model's own function computes the output, so that the output has the
-        same bits.
+        """True if an observer requires that the model's own function computes the output, so that the output is the
+        same bit for bit.
         """
         return any(observation.keeps_output for observation in self.observations)
 

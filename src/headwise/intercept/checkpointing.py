@@ -18,8 +18,8 @@ from headwise.intercept.call_stack import call_stack
 
 
 class InterceptedCheckpointFunction(CheckpointFunction):
-    """Replacement of torch's reentrant checkpointing. When the function is repeated in the backward pass, it is
-    intercepted in the same way as in the forward pass.
+    """Replacement of torch's reentrant activation checkpointing. When the checkpointed function is repeated in the
+    backward pass, it is intercepted in the same way as in the forward pass.
     """
 
     @classmethod
@@ -30,8 +30,8 @@ class InterceptedCheckpointFunction(CheckpointFunction):
 
 
 class InterceptedCheckpointFrame(_CheckpointFrame):
-    """Replacement of torch's data object for non-reentrant checkpointing. When the function is repeated in the backward
-    pass, it is intercepted in the same way as in the forward pass.
+    """Replacement of torch's data object for non-reentrant activation checkpointing. When the checkpointed function is
+    repeated in the backward pass, it is intercepted in the same way as in the forward pass.
     """
 
     def __init__(self, recompute_fn: Callable[..., Any], *args: Any) -> None:

@@ -6,8 +6,8 @@ from headwise.intercept.tensor_map import TensorMap
 
 
 class FollowedAttention:
-    """Records of the attention scores, weights and outputs that a model has computed in one thread and not used yet.
-    Each attribute names the file that defines its records.
+    """Records of the attention scores, weights and outputs in a running model, from their computation to their use, in
+    one thread. The description of each attribute names the file that defines its records.
 
     Attributes:
         scores: products of queries and keys, and what was computed from them (`score_products`).

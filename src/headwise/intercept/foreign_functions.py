@@ -22,7 +22,7 @@ _ALL_OWN_FUNCTIONS = frozenset(function for functions in _OWN_FUNCTIONS.values()
 
 
 class InterceptedFunction:
-    """Replacement of a function that intercepts the function's calls.
+    """Callable object that replaces a function and intercepts its calls.
 
     Attributes:
         previous: the other function: torch's own, or that of another library.

@@ -128,8 +128,8 @@ def merged_moments(
 
 
 class _LatestCall(NamedTuple):
-    """Latest attention call of a site (attention module, self or cross). Its sums can still grow, if a further call
-    continues its sequences.
+    """Sums of the statistics over the query rows of the latest attention call of a site (attention module, self or
+    cross). They still grow if a further call continues the same sequences.
 
     Attributes:
         tally: sums over its query rows.
