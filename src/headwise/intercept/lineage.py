@@ -304,7 +304,9 @@ _RULES: dict[Any, Callable[[Lineage, list[Tensor], list[Origin]], Origin]] = {
 
 
 def _offset(tensor: Tensor) -> int:
-    """Return the position of a tensor's first element in the memory of the tensor that it is a view of."""
+    """Return the storage offset of a tensor: the index of its first element in the memory that it shares with other
+    views.
+    """
     return int(tensor.storage_offset()) if type(tensor) is Tensor and tensor.layout is torch.strided else 0
 
 

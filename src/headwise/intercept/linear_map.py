@@ -90,9 +90,9 @@ def may_fit(module: nn.Module, width: int) -> bool:
 
 
 def _copy_without_hooks(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a module in which hooks do nothing. Only hooks of torch's `weight_norm` and `spectral_norm`
-    are kept, since they compute weights. Other hooks are not copied, because the objects that own them would be copied
-    too.
+    """Return a deep copy of a module that runs without most of its hooks. Only hooks of torch's `weight_norm` and
+    `spectral_norm` are kept, since they compute weights. Other hooks are not copied, because the objects that own them
+    would be copied too.
     """
     memo: dict[int, Any] = {}  # copies by the identity of what is copied
     for each in module.modules():

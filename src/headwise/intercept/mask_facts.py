@@ -86,9 +86,9 @@ def _hides_by_distance(mask: Mask, grid: Grid) -> bool:
 
 
 def _facts_of_rows(visible: Bool[Tensor, "#batch rows keys"], first_row: int) -> tuple[Tensor, ...]:
-    """Return facts about some query rows, of which the first has the index `first_row`. Four tensors are by row: True
-    if it sees a key, the first key that it sees, the last one, and True if it sees the key with its own index. A fifth
-    tensor is by key: True if one of these rows sees it.
+    """Return facts about some query rows, of which the first has the index `first_row`. Four tensors have an element
+    for each row: True if it sees a key, the first key that it sees, the last one, and True if it sees the key with its
+    own index. The fifth tensor has an element for each key: True if one of these rows sees it.
     """
     sees_any, keys = visible.any(-1), visible.shape[-1]
     as_numbers = visible.to(torch.uint8)

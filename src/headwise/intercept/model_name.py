@@ -20,7 +20,8 @@ def model_name(model: Any) -> str:
 
 
 def short_name(name: str) -> str:
-    r"""Return the last part of a hub id or of the path of a model; a name without slashes is returned unchanged.
+    r"""Return the last part of a model's id on the Hugging Face hub, or of its path. A name without slashes is returned
+    unchanged.
 
     >>> short_name("sentence-transformers/all-MiniLM-L6-v2")
     'all-MiniLM-L6-v2'

@@ -203,7 +203,8 @@ def on_module_end(result: Any) -> Any:
 
 def with_changes(tensors: Any, *, is_last: bool = False) -> Any:
     """Return `tensors`, the arguments or the result of a module, with the interceptors' changes in the attention
-    outputs among them. Only outputs whose heads are merged with the values are changed. Return None if nothing changes.
+    outputs among them. Before the end of the model, only outputs whose heads are merged with the values are changed.
+    Return None if nothing changes.
 
     Args:
         tensors: tensors in tuples, lists, dicts or other containers.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Replacement(NamedTuple):
-    """Replacement of one attribute of a module or class by a function."""
+    """Attribute of a module or class that is to be replaced, and the function that takes its place."""
 
     owner: Any
     name: str
