@@ -32,7 +32,7 @@ NOT_SDPA = "it does not call torch.nn.functional.scaled_dot_product_attention"
 
 
 class ModuleCalls(NamedTuple):
-    """Attention calls of one module of an accelerated model.
+    """Counts of the attention calls of one module of an accelerated model: by the native kernels, and by torch.
 
     Attributes:
         path: path of the module; empty for the model itself.
@@ -47,8 +47,8 @@ class ModuleCalls(NamedTuple):
 
 
 class Acceleration:
-    """Acceleration of one model, returned by `accelerate`: it counts the attention calls of each module, and ends with
-    `restore`, or with the context if it is used as one. `print` shows its summary.
+    """Result of `accelerate` for one model. It counts the attention calls of each module; `print` shows a summary. The
+    method `restore` ends the acceleration. As a context manager, the object ends it when the context ends.
 
     Attributes:
         is_active: True until `restore` is called.
@@ -74,25 +74,30 @@ class Acceleration:
         self.restore()
 
     def restore(self) -> None:
-        """Let the model compute its attention as before. Further calls do nothing."""
+        """End the acceleration: the model computes its attention as before `accelerate`. Calling this method again does
+        nothing.
+        """
         self.is_active = False
         self._remove()
         accelerated_modules.discard_ended()
 
     def on_start(self, path: str) -> None:
-        """Note that the module at `path` runs."""
+        """Record that the module at `path` ran."""
         self._ran.add(path)
 
     def record(self, path: str, reason: str | None) -> None:
-        """Count one attention call of the module at `path`: one that the native kernels computed if `reason` is None,
-        otherwise one that was left to torch for this reason.
+        """Count one attention call of the module at `path`. If `reason` is None, the native kernels computed the call;
+        otherwise torch did, for this reason.
         """
         with self._lock:
             self._counts[path, reason] += 1
 
     @property
     def modules(self) -> list[ModuleCalls]:
-        """The attention calls of each module so far, in the order of the model's modules."""
+        """Counts of attention calls for each module that made such calls, in the order of the model's modules. Modules
+        that ran and seem to compute attention, but made no call that could be intercepted, are included with the
+        reason.
+        """
         with self._lock:
             counts = dict(self._counts)
         paths = {path for path, _ in counts}
@@ -106,8 +111,8 @@ class Acceleration:
         return sorted(modules, key=lambda module: self._order[module.path])
 
     def summary(self) -> str:
-        """Return a text that names the modules whose attention the native kernels computed, and those whose attention
-        torch computed, with the number of calls and the reasons. It is about the calls so far.
+        """Return a text with two kinds of modules: those whose attention the native kernels computed, and those whose
+        attention torch computed, with the reasons. Each has its number of calls so far.
         """
         state = f"native kernels: {library.why_not_loaded() or library.instruction_set()}"
         lines = [state if self.is_active else f"{state}; restored"]
@@ -126,9 +131,10 @@ class Acceleration:
 
 
 def accelerate(model: Any) -> Acceleration:
-    """Let the native kernels compute the attention of a model, wherever it calls torch's `scaled_dot_product_attention`
-    and the kernels can compute the call and are expected to be faster. Return the `Acceleration`, whose summary names
-    the modules, and whose `restore` ends it; as a context manager, it ends with the context.
+    """Let headwise's native CPU kernels compute attention in a model, in place of torch's
+    `scaled_dot_product_attention`. They compute only the calls that they support and are expected to compute faster.
+    Return an `Acceleration`, which counts the calls of each module. Its method `restore` ends the acceleration; as a
+    context manager, it ends with the context.
 
     The model computes the same output and gradients, up to rounding, with its own masks. Other calls are unchanged: the
     same function of torch receives the same arguments. Those are calls with dropout, with a bias, on a GPU, in half
@@ -170,7 +176,9 @@ def accelerate(model: Any) -> Acceleration:
 
 
 def _install(model: nn.Module, acceleration: Acceleration) -> ExitStack:
-    """Install hooks and patches, and return the context that removes them. It does not keep the model in memory."""
+    """Install the hooks and patches by which `acceleration` intercepts attention in `model`. Return the context that
+    removes them when it is closed; it does not keep the model in memory.
+    """
     with ExitStack() as stack:
         stack.enter_context(sdpa_patches)
         stack.enter_context(layer_patches)
@@ -184,12 +192,14 @@ def _install(model: nn.Module, acceleration: Acceleration) -> ExitStack:
 
 
 def _close(installed: ExitStack) -> None:
-    """Remove hooks and patches."""
+    """Remove the hooks and patches that `_install` installed."""
     installed.close()
 
 
 def _listed(title: str, calls: list[tuple[str, int]]) -> Iterator[str]:
-    """Yield the lines of a summary about modules, given with their numbers of calls."""
+    """Yield the lines of one section of a summary: `title` with totals, then each module's path with its number of
+    calls. Yield nothing if `calls` is empty.
+    """
     if calls:
         total = sum(count for _, count in calls)
         yield f"{title} ({total} calls of {len(calls)} modules)"

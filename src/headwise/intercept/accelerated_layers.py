@@ -28,40 +28,47 @@ TORCH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class AcceleratedHooks(UncopiedHooks):
-    """Forward hooks that mark one module of an accelerated model as running while it is called."""
+    """Forward hooks of one module of an accelerated model. They mark the module as running from the start of its
+    `forward` to the end.
+    """
 
     def __init__(self, recorder: CallRecorder, path: str) -> None:
         self._recorder, self._path = recorder, path
 
     @property
     def context(self) -> str:
-        """Name of the function that accelerates the module, in messages."""
+        """Name, for error messages, of the function that registered the hooks: "hw.accelerate"."""
         return "hw.accelerate"
 
     @property
     def remedy(self) -> str:
-        """Way to remove the hooks, in messages."""
+        """Advice, for error messages, how to remove the hooks."""
         return "leave the context of hw.accelerate first, or call its method restore"
 
     def register(self, module: nn.Module) -> Iterator[RemovableHandle]:
-        """Register the hooks before and after other hooks of the module, and yield the handle that removes each."""
+        """Register a pre-hook before the module's other hooks, and a forward hook after them. Yield the handle that
+        removes each of the two.
+        """
         yield module.register_forward_pre_hook(self.on_start, prepend=True)
         yield module.register_forward_hook(self.on_end, always_call=True)
 
     def on_start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook: mark the module as running. A compiler leaves this out, and its code runs as without it."""
+        """Forward pre-hook: mark the module as running. While torch compiles the module, do nothing, so that the
+        compiled code is not accelerated.
+        """
         if not torch.compiler.is_compiling() and not self.is_copy:
             accelerated_modules.start(self._recorder, self._path, module)
 
     def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: unmark the module."""
+        """Forward hook: record that the module no longer runs. While torch compiles the module, do nothing."""
         if not torch.compiler.is_compiling() and not self.is_copy:
             accelerated_modules.end(self._recorder, module)
 
 
 def marked_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model that are marked while they run, with their paths: the model, every module that
-    contains others or is called attention, and torch's layers, but no module inside of such a layer.
+    """Yield the path and module of every module of `model` that is to be marked as running during its calls. These are
+    the model, every module with submodules, every module whose class name contains "attention", and torch's own
+    attention layers. Submodules of a torch layer are left out, except the `self_attn` of an encoder layer.
     """
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
@@ -83,7 +90,9 @@ _recorders: WeakKeyDictionary[nn.Module, list[tuple[CallRecorder, str]]] = WeakK
 
 
 def accelerate_layer(layer: nn.Module, recorder: CallRecorder, path: str) -> Callable[[], None]:
-    """Mark a layer of torch as accelerated, and return a function that undoes this."""
+    """Mark one of torch's own layers as accelerated: its calls are reported to `recorder` under `path`. Return a
+    function that removes the mark.
+    """
     _recorders[layer] = [*_recorders.get(layer, []), (recorder, path)]
     reference = ref(layer)
 
@@ -98,7 +107,9 @@ def accelerate_layer(layer: nn.Module, recorder: CallRecorder, path: str) -> Cal
 
 
 class _ForwardOfAccelerated:
-    """Descriptor in place of the `forward` of a class: in accelerated layers it is another method than in others."""
+    """Descriptor that replaces `forward` in one of torch's layer classes. For an accelerated layer it returns the
+    accelerated method, for any other layer of the class torch's own method.
+    """
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self._own, self._accelerated = own, _accelerated_forward(own)
@@ -112,8 +123,9 @@ class _ForwardOfAccelerated:
 
 
 def _accelerated_forward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `own`, the `forward` of one of torch's layers, which marks the layer as running, and
-    leaves torch's path without SDPA if the native kernels are to compute the attention.
+    """Return a replacement for `own`, the `forward` of one of torch's layers. The replacement marks the layer as
+    running during the call. Torch has a fast path that computes such a layer without SDPA; the replacement disables
+    this path if the native kernels are to compute the attention.
     """
     signature = inspect.signature(own)
 
@@ -132,7 +144,9 @@ def _accelerated_forward(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NoFastPath(TorchFunctionMode):
-    """Torch function mode that changes nothing. Torch's layers leave their fast path in the presence of any mode."""
+    """Torch function mode that calls every function unchanged. Torch's layers do not use their fast path while any such
+    mode is active, so this mode disables the fast path.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -146,8 +160,9 @@ MASKS = ("attn_mask", "key_padding_mask", "src_mask", "src_key_padding_mask")
 
 
 def _is_for_kernels(layer: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Return True if the native kernels can compute the attention of a call of one of torch's layers, and are expected
-    to be faster: self-attention without weights, and without masks, whose fully masked rows are NaN on the fast path.
+    """Return True if the native kernels support the attention in a call of one of torch's layers, and are expected to
+    be faster than torch. The call must be self-attention, must not request the attention weights, and must have no
+    mask. With a mask, torch's fast path returns NaN in rows that hide all keys.
     """
     x = arguments.get("src", arguments.get("query"))
     attention: Any = layer if isinstance(layer, nn.MultiheadAttention) else layer.self_attn
@@ -163,7 +178,7 @@ def _is_for_kernels(layer: nn.Module, arguments: Mapping[str, Any]) -> bool:
 
 
 def _replacements_for_layers() -> Iterator[Replacement]:
-    """Yield the replacements of the methods `forward` of torch's layers."""
+    """Yield the replacement of the method `forward` for each of torch's attention layer classes."""
     for layer in TORCH_LAYERS:
         yield Replacement(layer, "forward", _ForwardOfAccelerated(layer.forward))
 

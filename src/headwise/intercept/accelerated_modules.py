@@ -26,7 +26,7 @@ OWN_BACKEND = "headwise.attend chooses its own backend"
 
 @runtime_checkable
 class CallRecorder(Protocol):
-    """Object that counts attention calls by the path of the module that made them.
+    """Interface of an object that counts attention calls, by the path of the module that made the call.
 
     Attributes:
         is_active: False once the acceleration has ended.
@@ -37,16 +37,16 @@ class CallRecorder(Protocol):
     patches: Patches
 
     def on_start(self, path: str) -> None:
-        """Note that the module at `path` runs."""
+        """Record that the module at `path` ran."""
 
     def record(self, path: str, reason: str | None) -> None:
-        """Count one attention call of the module at `path`: one that the native kernels computed if `reason` is None,
-        otherwise one that was left to torch for this reason.
+        """Count one attention call of the module at `path`. If `reason` is None, the native kernels computed the call;
+        otherwise torch did, for this reason.
         """
 
 
 class RunningModule(NamedTuple):
-    """One module of an accelerated model that runs.
+    """One module of an accelerated model that is now running, with the object that counts its attention calls.
 
     Attributes:
         recorder: object that counts its attention calls.
@@ -60,7 +60,8 @@ class RunningModule(NamedTuple):
 
 
 class AcceleratedModules(threading.local):
-    """The running modules of accelerated models in one thread, and the ranges of their masks.
+    """Stack of the modules of accelerated models that are running in one thread. It also caches the attention masks of
+    these modules in the form that the native kernels read: ranges of visible keys.
 
     Attributes:
         running: the running modules, outermost first.
@@ -75,20 +76,23 @@ class AcceleratedModules(threading.local):
 
     @property
     def is_accelerated(self) -> bool:
-        """True if attention calls of this thread are to be accelerated: a module of an accelerated model runs."""
+        """True if attention calls of this thread are to be accelerated, that is while a module of an accelerated model
+        runs.
+        """
         if not self.is_repeating and not all(module.recorder.is_active for module in self.running):
             self.discard_ended()
         return bool(self.running)
 
     def discard_ended(self) -> None:
-        """Remove from `running` each module whose acceleration ended while the module ran: in another thread, or by an
-        exception after which torch calls no hook, such as KeyboardInterrupt.
+        """Remove from `running` each module whose acceleration has ended while the module ran. It may have ended in
+        another thread, or by an exception such as KeyboardInterrupt, after which torch calls no forward hooks.
         """
         self.running = [module for module in self.running if module.recorder.is_active]
 
     def start(self, recorder: CallRecorder, path: str, module: nn.Module) -> None:
-        """Push a module that starts. In a backward pass, do so only while activation checkpointing repeats what was
-        accelerated in the forward pass: otherwise the two would differ in what they save for the gradient.
+        """Push a module that starts onto the stack. In a backward pass, push it only while activation checkpointing
+        repeats a part of the forward pass that was accelerated. Otherwise forward pass and repetition would save
+        different tensors for the gradient.
         """
         is_backward = torch._C._current_graph_task_id() != -1
         if is_backward and not (self.is_repeating and self.running):
@@ -98,7 +102,9 @@ class AcceleratedModules(threading.local):
         recorder.on_start(path)
 
     def end(self, recorder: CallRecorder, module: nn.Module) -> None:
-        """Pop a module that ends, and the modules inside of it that an exception left on the stack."""
+        """Remove a module that has ended from the stack, with all modules above it, which an exception may have left
+        there.
+        """
         for index, each in enumerate(self.running):
             if each.module is module and each.recorder is recorder:
                 del self.running[index:]
@@ -108,7 +114,9 @@ class AcceleratedModules(threading.local):
 
     @contextmanager
     def repeating(self, running: list[RunningModule]) -> Iterator[None]:
-        """Let `running` be the running modules within the context, in which a part of a forward pass is repeated."""
+        """Return a context in which `running` are the running modules, for activation checkpointing that repeats a part
+        of a forward pass.
+        """
         before = self.running, self.is_repeating
         self.running, self.is_repeating = running[:], True
         try:
@@ -118,7 +126,9 @@ class AcceleratedModules(threading.local):
 
     @contextmanager
     def paused(self, reason: str) -> Iterator[None]:
-        """Accelerate no calls within the context, in which headwise computes one attention call. Report `reason`."""
+        """Return a context in which no call is accelerated, while headwise itself computes one attention call. This
+        call is recorded as one that the native kernels did not compute, for `reason`.
+        """
         if self.is_accelerated:
             self.record(reason)
         before, self.running = self.running, []
@@ -128,8 +138,8 @@ class AcceleratedModules(threading.local):
             self.running = before
 
     def record(self, reason: str | None) -> None:
-        """Report an attention call to the recorders of the running modules, for the innermost module of each. A
-        repeated call is not counted again.
+        """Count one attention call with every recorder that has a running module, under the path of its innermost
+        module. Do nothing while activation checkpointing repeats a forward pass, where the call was already counted.
         """
         if self.is_repeating:
             return
@@ -140,8 +150,8 @@ class AcceleratedModules(threading.local):
                 module.recorder.record(module.path, reason)
 
     def ranges_of(self, mask: Tensor, dtype: torch.dtype | None) -> RunLengths:
-        """Return a mask, cast to `dtype` if it is additive, as ranges of keys. The result is computed once for a mask
-        that several layers receive.
+        """Return a mask as ranges of visible keys, the form that the native kernels read. An additive mask is first
+        cast to `dtype`. The ranges are computed once for a mask that several layers receive.
         """
         for read in self._masks:
             if read.is_of(mask, dtype):
@@ -152,7 +162,8 @@ class AcceleratedModules(threading.local):
 
 
 class _ReadMask:
-    """A mask with its ranges. The mask is stored, so that its memory cannot become that of another one.
+    """An attention mask and its ranges of visible keys, for reuse. The object keeps the mask, so that no other tensor
+    can get the same memory address.
 
     Attributes:
         result: the ranges.
@@ -166,14 +177,16 @@ class _ReadMask:
         self.result = read(mask, dtype)
 
     def is_of(self, mask: Tensor, dtype: torch.dtype | None) -> bool:
-        """Return True if the result is that of `mask`: the same memory, not changed since. Torch does not count the
-        changes of tensors made in inference mode, so their values are compared.
+        """Return True if the stored ranges are valid for `mask`: it has the same memory and has not changed since.
+        Torch counts no changes of tensors made in inference mode, so for these the values are compared.
         """
         return _key(mask, dtype) == self._key and (self._copy is None or torch.equal(mask, self._copy))
 
 
 def _key(mask: Tensor, dtype: torch.dtype | None) -> tuple[object, ...]:
-    """Return what identifies the values of a mask: its memory, layout and number of changes."""
+    """Return a key that is equal for masks with equal values: memory address, dtype, shape, strides and torch's count
+    of in-place changes.
+    """
     version = None if mask.is_inference() else mask._version
     return (mask.data_ptr(), mask.dtype, mask.shape, mask.stride(), version, dtype)
 

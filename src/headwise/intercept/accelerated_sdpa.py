@@ -38,7 +38,7 @@ MASK = "the mask does not broadcast to (batch, heads, queries, keys), or its dty
 
 
 class SDPACall(NamedTuple):
-    """The arguments of one call of torch's `scaled_dot_product_attention`, by their names there."""
+    """Arguments of one call of torch's `scaled_dot_product_attention`, under the names of torch's parameters."""
 
     query: Tensor
     key: Tensor
@@ -61,24 +61,26 @@ class SDPACall(NamedTuple):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> "SDPACall":
-        """Return the arguments of a call; raise `TypeError` for others than torch's."""
+        """Return the arguments of a call of torch's `scaled_dot_product_attention`. Raise `TypeError` for an argument
+        that torch's function does not have.
+        """
         return SDPACall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Queries, keys and values."""
+        """Queries, keys and values of the call."""
         return self[:3]
 
     @property
     def needs_gradient(self) -> bool:
-        """True if the gradient of queries, keys or values may be needed."""
+        """True if gradients are enabled, and queries, keys or values require a gradient."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
 
 def accelerated_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Return the output of `previous`, torch's `scaled_dot_product_attention` or what another library has put in its
-    place. In an accelerated model, the native kernels compute the same output where they can and are faster. The call
-    is recorded for the summary.
+    """Replacement of torch's `scaled_dot_product_attention` that counts the calls in accelerated models. The native
+    kernels compute such a call if they support it and are expected to be faster. Otherwise return the output of
+    `previous`: torch's function, or the function by which another library has replaced it.
     """
     own: Callable[..., Tensor] = partial(call_replaced, previous)
     if not accelerated_modules.is_accelerated:
@@ -97,7 +99,9 @@ def accelerated_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any)
 
 
 def _answer(call: SDPACall) -> Float[Tensor, "*batch queries value_dim"] | str:
-    """Return the output of a call as the native kernels compute it, or the reason that torch is to compute it."""
+    """Return the output of an attention call, computed by the native kernels, or the reason why torch must compute the
+    call.
+    """
     mask = call.attn_mask
     if forward_ad._current_level >= 0 or torch._C._is_tracing():
         return UNUSUAL
@@ -121,20 +125,22 @@ def _answer(call: SDPACall) -> Float[Tensor, "*batch queries value_dim"] | str:
 
 
 def _is_usual(tensor: Tensor) -> bool:
-    """Return True if a tensor is of torch's own class and has values."""
+    """Return True if a tensor is of a class of torch itself, is not nested, and has values that can be read."""
     return has_own_class(tensor) and not tensor.is_nested and has_values(tensor)
 
 
 def _problem_of(call: SDPACall, mask: Mask | None = None) -> Problem:
-    """Return a call as a `Problem`, with a mask in place of its own. Without an axis of sequences, there is one."""
+    """Return an SDPA call as a `Problem`, headwise's form of the tensors and options of one attention call. The call's
+    own mask is replaced by `mask`. Tensors without a batch axis get one of size 1.
+    """
     q, k, v = (tensor[(None,) * (4 - tensor.ndim)] for tensor in call.tensors)
     return Problem.checked(q, k, v, mask=mask, scale=call.scale)
 
 
 @lru_cache(maxsize=8)
 def _causal_ranges(queries: int, keys: int) -> Int[Tensor, "1 1 queries 1 2"]:
-    """Return the keys that torch's flag `is_causal` lets each query attend to: the first query attends to the first
-    key.
+    """Return the range of keys that each query may attend to under torch's flag `is_causal`, as first key and end.
+    Torch aligns the first query with the first key: query i attends to keys 0 to i.
     """
     with torch.inference_mode(False):  # later calls may save this tensor for a backward pass
         stop = torch.arange(1, queries + 1, dtype=torch.int32, device="cpu").clamp(max=keys)
@@ -151,8 +157,8 @@ MOST_REASONS = 1024
 
 
 def why_not(call: SDPACall) -> str | None:
-    """Return the reason that torch is to compute a call, from the sizes and options of the call alone, in one sentence;
-    None if the native kernels can compute it and are expected to be faster.
+    """Return the reason, in one sentence, why torch must compute an SDPA call. Return None if the native kernels
+    support the call and are expected to be faster. Only sizes, dtypes and options are read, not the values of tensors.
     """
     mask = call.attn_mask
     key = (
@@ -168,7 +174,7 @@ def why_not(call: SDPACall) -> str | None:
 
 
 def _examine(call: SDPACall) -> str | None:
-    """Return the result of `why_not`, which is stored."""
+    """Compute the result of `why_not`, which caches it: the reason why torch must compute a call, or None."""
     if not _has_usual_sizes(call):
         return SIZES
     if call.scale is not None and not 0 < call.scale < math.inf:
@@ -179,8 +185,8 @@ def _examine(call: SDPACall) -> str | None:
 
 
 def _has_usual_sizes(call: SDPACall) -> bool:
-    """Return True if queries, keys and values have the axes (batch, heads, length, head_dim), or the last three of
-    them, no axis is empty, and heads share keys only if `enable_gqa` says so.
+    """Return True if the sizes of queries, keys and values are supported: axes (batch, heads, length, head_dim) or the
+    last three of these, none of them empty. Heads may share keys and values only if `enable_gqa` is True.
     """
     q, k, v = (tensor.shape for tensor in call.tensors)
     if len(q) not in (3, 4) or len(k) != len(q) or len(v) != len(q) or 0 in (*q, *k, *v):
@@ -192,7 +198,9 @@ def _has_usual_sizes(call: SDPACall) -> bool:
 
 
 def _why_not_options(call: SDPACall) -> str | None:
-    """Return the reason that the options of a call exclude the native kernels; None if they do not."""
+    """Return the reason why the native kernels cannot compute a call with these options, such as dropout or a mask.
+    Return None if they can.
+    """
     if call.dropout_p > 0:
         return DROPOUT
     reason = None if call.attn_mask is None else _why_not_mask(call, call.attn_mask)
@@ -208,7 +216,9 @@ def _why_not_options(call: SDPACall) -> str | None:
 
 
 def _why_not_mask(call: SDPACall, mask: Tensor) -> str | None:
-    """Return the reason that a mask excludes the native kernels, whatever its values are; None if it does not."""
+    """Return the reason why the native kernels cannot compute a call with this mask, from its shape, dtype and options,
+    not its values. Return None if they can.
+    """
     sizes = (*call.query.shape[:-1], call.key.shape[-2])
     fits = all(size in (1, wanted) for size, wanted in zip(mask.shape[::-1], sizes[::-1], strict=False))
     if not fits or not 2 <= mask.ndim <= len(sizes) or mask.device != call.query.device:
@@ -227,8 +237,9 @@ SmolLM2 on a processor with AMX (docs/lab-notes.md).
 
 
 def _why_slower(problem: Problem, hides_nothing: bool) -> str | None:
-    """Return the reason that torch is expected to be as fast as the native kernels; None if it is not. `hides_nothing`
-    is False for calls with a mask, of which torch computes every score.
+    """Return the reason why torch is expected to compute a call as fast as the native kernels, such as few queries.
+    Return None if the kernels are expected to be faster. `hides_nothing` is False for a call with a mask, for which
+    torch computes all scores, also hidden ones.
     """
     smallest = SMALLEST_QUERIES[problem.q.dtype]
     if problem.grid.queries < smallest:

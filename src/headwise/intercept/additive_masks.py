@@ -15,25 +15,25 @@ CERTAIN_DIFFERENCE = 1e6
 
 
 def with_infinite(added: Float[Tensor, "*batch rows keys"]) -> Float[Tensor, "*batch rows keys"]:
-    """Return a copy of `added`, a mask whose numbers are added to the scores, or scores with such a mask, with -inf at
-    every hidden key. A key is hidden if its number is far below the largest number in the same query row. All keys of a
-    row are hidden if all its numbers are far below 0.
+    """Return a copy of `added` with -inf at every hidden key. `added` is an additive mask, or scores with such a mask.
+    A key is hidden if its number is far below the largest number in the same query row. All keys of a row are hidden if
+    all its numbers are far below 0.
     """
     hidden = _is_far_below(added, added.amax(-1, keepdim=True), -1) | hides_all_keys(added)
     return added.masked_fill(hidden, -torch.inf)
 
 
 def hides_all_keys(added: Float[Tensor, "*batch rows keys"]) -> Bool[Tensor, "*batch rows 1"]:
-    """Return, for each row of an additive mask, or of scores with such a mask, True if the row hides every key: all its
-    numbers are far below 0.
+    """Return True for each row of `added` that hides every key, that is whose numbers are all far below 0. `added` is
+    an additive mask, or scores with such a mask.
     """
     return _is_far_below(added.amax(-1, keepdim=True), torch.zeros_like(added[..., :1, :1]), -2)
 
 
 def _is_far_below(numbers: Tensor, reference: Tensor, dim: int) -> Bool[Tensor, "*shape"]:
-    """Return True where a number is so far below `reference` that it can only be a mask. If some numbers along the axis
-    `dim` are near the limit between visible and hidden, as with a bias that grows with the distance, only numbers far
-    beyond the limit are.
+    """Return True where a number is so far below `reference` that a mask must hide the key. The limit is 5000 below it.
+    If any number along axis `dim` is near this limit, as with a bias that grows with distance, the limit is 1000000
+    below.
     """
     difference = (numbers - reference).to(torch.promote_types(numbers.dtype, torch.float32))
     is_below = difference <= -HIDING_DIFFERENCE
@@ -42,8 +42,9 @@ def _is_far_below(numbers: Tensor, reference: Tensor, dim: int) -> Bool[Tensor, 
 
 
 def is_uniform_where_hidden(mask: Tensor | None) -> bool:
-    """Return True if softmax is uniform over all keys in every row of a mask that hides all keys by finite numbers: the
-    numbers are equal, and scores vanish next to them. Other masks than additive ones have no such row.
+    """Return True if torch's softmax is uniform in every row where `mask` hides all keys by finite numbers. That is the
+    case if the numbers of the row are equal, and so large in magnitude that adding the scores does not change them.
+    Also return True if there is no such row, as in boolean masks.
     """
     if mask is None or not mask.is_floating_point():
         return True

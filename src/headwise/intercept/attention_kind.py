@@ -11,7 +11,8 @@ UNKNOWN_KIND = (
 
 
 def is_cross_attention(origins: CallOrigins, lineage: Lineage) -> bool | None:
-    """Return True for cross-attention, False for self-attention, and None if the sources do not decide.
+    """Return True for cross-attention, False for self-attention. The kind is derived from the sources of the queries,
+    keys and values (tensors on which they depend). Return None if these do not decide.
 
     It is self-attention if queries and keys have the same content. Sources that only one of the two has are
     permitted, such as position embeddings, unless they come from a mixing step: the output of attention, or a
@@ -30,9 +31,9 @@ def is_cross_attention(origins: CallOrigins, lineage: Lineage) -> bool | None:
 
 
 def attends_to_earlier_calls(query: Origin, key: Origin | None, lineage: Lineage) -> bool:
-    """Return True if the keys of a call are those of its own tokens and, concatenated with them, keys of earlier calls
-    of self-attention: the same weights computed these in the running call of the model. Models with recurrence attend
-    to one block of tokens after the other in this way.
+    """Return True if a call attends to its own tokens and, concatenated with them, to keys of earlier self-attention
+    calls in the same run of the model. The same weights must have computed the earlier keys. Recurrent models attend to
+    one block of tokens after the other in this way.
     """
     if key is None:
         return False
@@ -47,9 +48,9 @@ def attends_to_earlier_calls(query: Origin, key: Origin | None, lineage: Lineage
 
 
 def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Origin, Origin | None]:
-    """Return the origins of the queries and keys of attention `scores` for values of the origin `value`. If the scores
-    are a sum of products, one of which compares the queries with positions, return the factors of the other: that of
-    self-attention, or that which has most sources in common with the values.
+    """Return the origins (sources) of the queries and the keys whose product is `scores`. Scores may be a sum of
+    products, for example of queries with keys and of queries with position embeddings. Then return the factors of the
+    product that is self-attention, else of the product with most sources in common with the values.
     """
 
     def rank(factors: tuple[Origin, Origin]) -> tuple[bool, int]:
@@ -63,8 +64,8 @@ def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Orig
 
 
 def may_be_cached(origins: CallOrigins, lineage: Lineage) -> bool:
-    """Return True if the keys of a call have all sources of the queries, and otherwise only tensors from outside of the
-    model call, such as cached keys.
+    """Return True if the keys of a call may include cached keys. They then depend on all sources of the queries, and on
+    nothing else but tensors from outside of the model call.
     """
     if origins.k is None:
         return False
@@ -73,7 +74,9 @@ def may_be_cached(origins: CallOrigins, lineage: Lineage) -> bool:
 
 
 def _is_cross(query: Origin, key: Origin, value: Origin, lineage: Lineage) -> bool | None:
-    """Return the kind of a call whose queries, keys and values have these origins, as `is_cross_attention` does."""
+    """Return True for cross-attention, False for self-attention, None if unknown, from the origins (sources) of the
+    queries, keys and values of a call. Unlike `is_cross_attention`, record nothing in `lineage`.
+    """
     q, k, v = (lineage.content(origin) for origin in (query, key, value))
     if not q or not k:
         return None

@@ -27,7 +27,8 @@ from headwise.intercept.refusals import CHANGED_IN_PLACE, HEADS_CONTRADICT, HEAD
 
 
 class AttentionOutput:
-    """Output of one attention call of a model, from the call until its heads are established.
+    """Output tensor of one attention call of a model, kept until later operations of the model show which of its axes
+    are the heads.
 
     Args:
         source: the attention call; None if it was reported to the interceptors, which have changed the output.
@@ -86,7 +87,9 @@ class AttentionOutput:
         self._change = object()  # stands for the change in records that must not keep this object in memory
 
     def establish(self, layout: HeadLayout, *, may_hide_heads: bool = False) -> None:
-        """Set the layout of the heads, as the model shows it by a linear map of their outputs.
+        """Set the layout of the heads in this attention output (which axes, or parts of axes, are the heads). The model
+        shows it when it maps the outputs linearly. If the layout contradicts the module's number of heads, exclude the
+        call from the results.
 
         Args:
             layout: the layout.
@@ -110,24 +113,30 @@ class AttentionOutput:
             self._layout, self.is_established = layout, True
 
     def on_projected(self, weights: list[Tensor]) -> None:
-        """Record that the model maps the output linearly, with these parameters, and report it to the interceptors."""
+        """Record that the model applies a linear map to the output, with the parameters `weights`. Report the map to
+        the interceptors.
+        """
         self.is_projected = True
         for innermost in innermost_calls(self.module_calls):
             innermost.interceptor.on_projected(innermost.path, weights)
 
     def on_overwritten(self, tensor: Tensor) -> None:
-        """Record that the model overwrites a tensor, which may have the memory of the output."""
+        """Record that the model overwrites `tensor` in place. This matters only if the attention output has the same
+        memory.
+        """
         self._is_overwritten |= self._tensor is not None and share_memory(tensor, self._tensor)
 
     @property
     def may_be_one_head(self) -> bool:
-        """True if the output has one head, while it is unknown if the module has only one."""
+        """True if the established layout has one head, but the module may have more heads, which it computes in
+        separate calls.
+        """
         is_one = self._layout is not None and self._layout.head_count == 1
         return is_one and 1 not in head_counts(self.module_calls[-1:])
 
     def is_other_head_of(self, other: "AttentionOutput", *, as_features: bool) -> bool:
-        """Return True if this output and another one may be different heads of one attention layer: the same call of a
-        module computed them, from other values or weights.
+        """Return True if this output and `other` may be different heads of one attention layer. The same call of a
+        module must have computed both, from different values or different attention weights.
 
         Args:
             other: the other output.
@@ -142,8 +151,9 @@ class AttentionOutput:
         return is_one_head and self.is_of_layer(other) and not _is_same_memory(source.values, others.values)
 
     def is_other_softmax_of(self, other: "AttentionOutput") -> bool:
-        """Return True if this output and another one come from different weights of one attention layer, and no linear
-        map of either was seen. Layers with queries of their own have rows of their own.
+        """Return True if this output and `other` come from different attention weights (softmax results) of one
+        attention layer. Return False as soon as the model has mapped one of them linearly. Outputs whose queries come
+        from different projection weights belong to different layers.
         """
         is_module = self.module_calls[-1].path == other.module_calls[-1].path
         is_projected = self.is_projected or other.is_projected
@@ -151,13 +161,13 @@ class AttentionOutput:
         return is_other and not is_projected and self.is_of_layer(other)
 
     def is_of_layer(self, other: "AttentionOutput") -> bool:
-        """Return True if the same weights compute the queries of this output and another one."""
+        """Return True if the same projection weights compute the queries of this attention output and of `other`."""
         q, others = self.origins.q.maps, other.origins.q.maps
         return q == others or bool(q & others)
 
     def changed(self) -> Tensor | None:
-        """Return the output as changed by the interceptors, with the axes that the model computes it with. Return None
-        if no interceptor changes it, or if its heads cannot be established.
+        """Return the attention output after the changes by the interceptors, with the same axes as the model's own
+        output. Return None if no interceptor changes it, or if its heads are unknown.
         """
         layout = self._layout or self._stated or self.merged or self._predicted_layout(is_verified_later=True)
         if self.refusal is not None or not self.may_change:
@@ -177,9 +187,9 @@ class AttentionOutput:
         return self._changed
 
     def finish(self, *, is_last: bool = False) -> bool:
-        """Pass the attention weights to the observers if the heads are established, or name the module to the
-        interceptors if there is a reason not to. Return False if it is too early for either. Nothing happens in a
-        second call.
+        """Report the attention call to the interceptors. If the heads are established, pass the attention weights to
+        the observers. If there is a reason not to report the call, name its module and this reason instead. Return
+        False if the heads are still unknown, so that nothing was reported. A second report does nothing.
 
         Args:
             is_last: True at the end of the model, after which nothing more can be learnt about the call.
@@ -214,7 +224,8 @@ class AttentionOutput:
         return True
 
     def refuse(self, reason: str) -> None:
-        """Record why the call is not reported, or not any more. The first reason stays.
+        """Record the reason why this attention call must not be reported to the interceptors. If it was reported
+        already, tell the interceptors that it is invalid. The reason of the first call of this method stays.
 
         Raises:
             InputError: the output was changed already.
@@ -228,8 +239,8 @@ class AttentionOutput:
             report_unreadable(self.module_calls, reason)
 
     def _handlers_with(self, layout: HeadLayout) -> CallHandlers:
-        """Return the functions of the interceptors. At the first call, report the call of attention with this layout to
-        them.
+        """Return the functions by which the interceptors observe and change this attention call. The first time, report
+        the call to the interceptors, with `layout` as the layout of its heads.
         """
         if self._handlers is None:
             assert self._source is not None
@@ -237,7 +248,7 @@ class AttentionOutput:
         return self._handlers
 
     def _contradicts_module(self, layout: HeadLayout) -> bool:
-        """Return True if the module stores its number of heads, and the layout has another one.
+        """Return True if the module stores a number of heads as an attribute, and `layout` has another number.
 
         Raises:
             InputError: the user stated another number.
@@ -249,7 +260,8 @@ class AttentionOutput:
         return bool(counts) and layout.head_count not in counts
 
     def _stated_layout(self, source: AttentionSource) -> HeadLayout | None:
-        """Return the layout that the user states for the module; None without such a statement.
+        """Return the layout of the heads that the user has stated for the module of the attention call; None if there
+        is no such statement.
 
         Raises:
             InputError: the output cannot have this layout.
@@ -260,8 +272,8 @@ class AttentionOutput:
         return None
 
     def _predicted_layout(self, *, is_verified_later: bool) -> HeadLayout | None:
-        """Return the layout that the shape of the output and the number of heads that modules store suggest; None if
-        they suggest none.
+        """Return the layout of the heads that is expected from the shape of the output and the numbers of heads stored
+        in the modules. Return None if these do not determine a layout.
 
         Args:
             is_verified_later: accept the usual layout `(batch, heads, queries, value_dim)` without a stored number.
@@ -283,7 +295,9 @@ class AttentionOutput:
 
 
 def head_counts(module_calls: Iterable[ModuleCall]) -> list[int]:
-    """Return the numbers of heads that the user states for the innermost of these modules, or that it stores."""
+    """Return the number of heads that the user states for a module, or else the numbers that the module stores as
+    attributes. The innermost of the running modules that has any decides.
+    """
     for module_call in reversed(list(module_calls)):
         if module_call.stated is not None and module_call.stated.heads is not None:
             return [module_call.stated.heads]
@@ -295,7 +309,7 @@ def head_counts(module_calls: Iterable[ModuleCall]) -> list[int]:
 
 
 def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors are the same view of one tensor."""
+    """Return True if two tensors are the same view of the same memory."""
 
     def view(tensor: Tensor) -> tuple[Any, ...]:
         base = tensor if tensor._base is None else tensor._base
@@ -305,11 +319,15 @@ def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
 
 
 def innermost_calls(module_calls: Iterable[ModuleCall]) -> Iterable[ModuleCall]:
-    """Return the innermost of these module calls for each interceptor."""
+    """Return the innermost running module call for each interceptor (object that observes or changes attention) that
+    intercepts some of `module_calls`.
+    """
     return {id(each.interceptor): each for each in module_calls}.values()
 
 
 def report_unreadable(module_calls: Iterable[ModuleCall], reason: str) -> None:
-    """Name the innermost module to each interceptor, with the reason why its attention is not reported."""
+    """Tell each interceptor (object that observes or changes attention) that the attention in its innermost running
+    module is not reported, and the reason.
+    """
     for innermost in innermost_calls(module_calls):
         innermost.interceptor.on_unreadable(innermost.path, reason)

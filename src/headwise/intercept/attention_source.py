@@ -13,7 +13,8 @@ from headwise.shapes import Float
 
 
 class OutputAxes(NamedTuple):
-    """Roles of axes of an attention output, as the model computes it.
+    """Roles of the axes of an attention output, in the order in which the model computes it: which one is the values,
+    and which ones are queries.
 
     Attributes:
         value: the axis of the values.
@@ -25,7 +26,8 @@ class OutputAxes(NamedTuple):
 
 
 class AttentionSource(ABC):
-    """One attention call of a model before it is known which axis is the heads: what its output was computed from.
+    """Base class for one attention call whose axis of heads is not known yet. It stores the tensors from which the
+    output was computed, and reports the call once the layout of the heads is known.
 
     Attributes:
         has_usual_axes: True if the function that computes the output defines its axes as `(batch, heads, queries,
@@ -39,34 +41,44 @@ class AttentionSource(ABC):
     @property
     @abstractmethod
     def weight_axes(self) -> Sequence[int | None]:
-        """Axis of the weights that each axis of the output is, without that of the values; None if it is none."""
+        """For each axis of the output, the axis of the attention weights that it corresponds to, or None. The output's
+        axis of values is left out, since weights have no such axis.
+        """
 
     @property
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """Tensors from which the weights are read, or computed again."""
+        """Tensors that must stay unchanged until the attention weights are observed: the weights themselves, or the
+        tensors from which they are computed again.
+        """
 
     @property
     @abstractmethod
     def weights_id(self) -> object:
-        """Object that is the same for all products of the same weights."""
+        """Identity of the attention weights: the same object for all outputs that were computed from the same
+        weights.
+        """
 
     @abstractmethod
     def handlers(self, layout: HeadLayout) -> CallHandlers:
-        """Report the call to the interceptors of the model, and return their functions."""
+        """Report the attention call to the interceptors of the model. `layout` states which of its axes are the heads.
+        Return the functions by which they observe or change the call.
+        """
 
     @abstractmethod
     def observe(
         self, handlers: CallHandlers, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
     ) -> None:
-        """Pass the attention weights, and the output `out` that the model computed, to the observers."""
+        """Pass the attention weights, and the output `out` that the model computed, to the functions in `handlers` that
+        observe the call.
+        """
 
     @abstractmethod
     def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the output of each head under uniform attention to the visible keys."""
+        """Return what each head would output if every query attended with equal weights to all keys that it may see."""
 
     def stated_problem(self, layout: HeadLayout) -> Problem | None:
-        """Return the call as a `Problem`, with heads in the given layout; None, the default, if its queries and keys
-        are unknown.
+        """Return the call as a `Problem`, headwise's form of the tensors and options of one attention call. `layout`
+        states which axes are the heads. By default return None, for calls whose queries and keys are unknown.
         """
         return None

@@ -39,7 +39,8 @@ MOVES: frozenset[Callable[..., Any]] = frozenset(
 
 
 class Factor(NamedTuple):
-    """Part of an axis of the original tensor: the index along that axis, divided by `stride`, modulo `size`.
+    """Part of one axis of the original tensor, as after a reshape that splits it. The index along this part is the
+    index along the original axis, divided by `stride`, modulo `size`.
 
     Attributes:
         axis: number of the axis in the original tensor; `OTHER` if the elements are not those of one axis.
@@ -57,14 +58,16 @@ Axes = tuple[tuple[Factor, ...], ...]
 
 
 def axes_of(shape: torch.Size) -> Axes:
-    """Return the axes of an original tensor of this shape: each consists of itself."""
+    """Return the axes of a tensor of this shape that was not reshaped. Each axis consists of one factor (part of an
+    axis), the axis itself.
+    """
     return tuple((Factor(axis, 1, size),) if size > 1 else () for axis, size in enumerate(shape))
 
 
 def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
-    """Return the tensors in the `result` of a function call that contain the elements of its argument `before`, each
-    with its axes. The list is empty if it is unknown what the function does to axes. Tensors without elements are left
-    out.
+    """Return the tensors in the `result` of a function call that contain elements of its argument `before`. Each comes
+    with its axes, written as parts of the axes of the original tensor. The list leaves out empty tensors, and those
+    with unknown axes.
 
     Args:
         call: the call.
@@ -84,8 +87,8 @@ def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> l
 
 
 def has_unknown_axes(call: FunctionCall, axes: Axes, before: Tensor) -> bool:
-    """Return True if a call of one of `VIEWS` rearranges or selects elements of its argument `before` in a way that
-    factors of its `axes` cannot describe.
+    """Return True if the axes after a call of a view function, such as `reshape`, are unknown: they cannot be written
+    as products of parts of the `axes` of its argument `before`.
     """
     if not before.numel():
         return False
@@ -94,27 +97,30 @@ def has_unknown_axes(call: FunctionCall, axes: Axes, before: Tensor) -> bool:
 
 
 def _empty_views(call: FunctionCall, before: Tensor) -> list[Tensor]:
-    """Repeat the call of a function on a tensor without data, which has the shape of the call's argument `before`, and
-    return the views that the function makes of it. They show the shapes and strides.
+    """Repeat the call of a view function on a tensor without data (on the meta device) with the shape of the argument
+    `before`. Return the resulting views, whose shapes and strides show how the function rearranges axes.
     """
     views = call.as_function_of(before)(torch.empty(before.shape, device="meta"))
     return list(views) if isinstance(views, list | tuple) else [views]
 
 
 def moves_elements(call: FunctionCall) -> bool:
-    """Return True for a call of a function that may move elements of a tensor along an axis, such as `flip`."""
+    """Return True if a function call may move elements of a tensor along an axis, as `flip` or an index with a tensor
+    does.
+    """
     return call.function in MOVES or (call.function is Tensor.__getitem__ and _selects_by_tensor(call))
 
 
 def _selects_by_tensor(call: FunctionCall) -> bool:
-    """Return True for an index that contains tensors or lists, whose result is not a view."""
+    """Return True if a call indexes a tensor by other tensors or by lists, so that its result is a copy, not a view."""
     indices = call.args[1] if call.function is Tensor.__getitem__ else ()
     return any(isinstance(each, Tensor | list) for each in (indices if isinstance(indices, tuple) else (indices,)))
 
 
 def _aligned(axes: Axes, before: Tensor, after: Tensor) -> Axes | None:
-    """Return the axes of `after`, which was computed from the tensor `before` with these `axes`. Axes are aligned from
-    the last one; those of unchanged size stay the same. Return None if `after` has fewer axes than `before`.
+    """Return the axes of `after`, a tensor computed from `before`, whose axes are `axes`. The axes of both are paired
+    from the last one. An axis of unchanged size stays the same; any other is marked as new. Return None if `after` has
+    fewer axes than `before`.
     """
     if after.ndim < before.ndim:
         return None
@@ -126,8 +132,9 @@ def _aligned(axes: Axes, before: Tensor, after: Tensor) -> Axes | None:
 
 
 def axes_of_view(axes: Axes, view: Tensor) -> Axes | None:
-    """Return the axes of `view`, a view of a contiguous tensor with these `axes`. An axis is a product of factors, such
-    as batch and heads. Return None if an axis of the view is no product of them, such as every second element of one.
+    """Return the axes of `view`, a view of a contiguous tensor with these `axes`, each as a product of factors (such as
+    batch and heads). Return None if some axis is not such a product, for example one that contains every second
+    element.
     """
     places: list[tuple[int, Factor]] = []  # distance in memory between neighbours of each factor, fastest first
     place = 1
@@ -139,7 +146,8 @@ def axes_of_view(axes: Axes, view: Tensor) -> Axes | None:
 
 
 def _factors_between(places: list[tuple[int, Factor]], size: int, stride: int) -> tuple[Factor, ...] | None:
-    """Return the factors of an axis of a view of a contiguous tensor; None if there are none that describe it.
+    """Return the factors (parts of axes of a contiguous tensor) that make up one axis of a view of this tensor. Return
+    None if no factors describe the axis, for example if it contains every second element.
 
     Args:
         places: each factor of the tensor after the distance of its neighbours in memory, fastest first.
@@ -166,5 +174,5 @@ def _factors_between(places: list[tuple[int, Factor]], size: int, stride: int) -
 
 
 def other_axis(size: int) -> tuple[Factor, ...]:
-    """Return the factors of an axis of this size that corresponds to no axis of the original tensor."""
+    """Return the factors (parts) of an axis of this size that corresponds to no axis of the original tensor."""
     return (Factor(OTHER, 1, size),) if size > 1 else ()

@@ -64,7 +64,7 @@ UNKNOWN_SEQUENCES = (
 
 @dataclass(eq=False)
 class _ModelCall:
-    """Data about the running call of a model.
+    """Data that is stored during one call of a model: its self-attention calls so far, and results that layers share.
 
     Attributes:
         streams: its self-attention calls so far, the first one of each module.
@@ -76,8 +76,8 @@ class _ModelCall:
 
 
 class CallContexts(threading.local):
-    """Reader of the tokens, padding and positions of every attention call of one model, in one thread. Calls of
-    different layers with the same inputs share a `CallContext`.
+    """Reader that derives the tokens, padding and positions of every attention call of one model, in one thread. Layers
+    whose calls have the same inputs get the same `CallContext` object.
 
     Args:
         special: ids of the special tokens.
@@ -98,11 +98,15 @@ class CallContexts(threading.local):
         self._memories: dict[tuple[SiteKey, int], SiteMemory] = {}
 
     def on_model_call(self) -> None:
-        """Discard the data of the previous call of the model, except those by which later calls continue it."""
+        """Start a new call of the model: discard the data of the previous one. Keep the sequences by which calls with
+        cached keys are recognised.
+        """
         self._model_call = _ModelCall()
 
     def read(self, call: Call) -> ObservedCall:
-        """Return the tokens, padding and positions of a call, and the sequences that it belongs to."""
+        """Return the tokens, padding and positions of an attention call, and whether it continues the sequences of an
+        earlier call.
+        """
         results, mask_inputs = self._model_call.results, ("mask", call.grid, *call.mask_source.origin)
         received = results.of(call.mask, *mask_inputs) if call.mask_source.origin else results.latest_of(call.mask())
         facts = None
@@ -115,7 +119,9 @@ class CallContexts(threading.local):
             return self._read_self(call, received, facts)
 
     def _read_self(self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None) -> ObservedCall:
-        """Return the tokens, padding and positions of a call of self-attention."""
+        """Return the tokens, padding and positions of a self-attention call, and whether it continues the sequences of
+        an earlier call.
+        """
         grid = call.grid
         memory = None if call.sources.has_new_keys else self._memories.get((call.site, call.index))
         if not grid.uses_default_positions:
@@ -151,8 +157,9 @@ class CallContexts(threading.local):
         return ObservedCall(context, continuation is not None, before.dropped, lacks_rows=lacks_rows)
 
     def _read_without_positions(self, call: Call, facts: MaskFacts | None, memory: SiteMemory | None) -> ObservedCall:
-        """Return the padding of a call of self-attention whose positions cannot be established, and name its module. If
-        it continues sequences, their keys may have changed places.
+        """Return the padding of a self-attention call whose queries cannot be located among its keys. Report that
+        statistics of positions are left out for its module. If the call continues earlier sequences, the keys of these
+        may have moved.
         """
         grid = call.grid
         self._on_left_out(call.site.path, NO_POSITIONS)
@@ -176,14 +183,16 @@ class CallContexts(threading.local):
     def _add_stream(
         self, call: Call, real: RealTokens, history: History, continues: bool, positions: Tensor | None = None
     ) -> None:
-        """Store the padding and the tokens of a call of self-attention for cross-attention over the same tokens."""
+        """Store the padding and the tokens of a self-attention call. A later call of cross-attention over the same
+        tokens uses them.
+        """
         sizes = call.grid.batch, call.grid.queries
         stream = Stream(call.site.path, *sizes, call.sources.of_queries, real, history, continues, positions)
         self._model_call.streams.setdefault(call.site, stream)
 
     def _read_with_positions(self, call: Call, memory: SiteMemory | None) -> ObservedCall:
-        """Return the tokens, padding and positions of a call of `headwise.attend` with explicit positions. Position -1
-        marks padding.
+        """Return the padding and positions of a self-attention call whose positions are passed explicitly to
+        `headwise.attend`. Position -1 marks padding.
         """
         grid = call.grid
         real_queries, real_keys = (
@@ -201,8 +210,8 @@ class CallContexts(threading.local):
         return ObservedCall(context, continuation is not None)
 
     def _read_cross(self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None) -> ObservedCall:
-        """Return the tokens and padding of a call of cross-attention. Padding of its queries, and the sequences that it
-        continues, are those of the self-attention over the same tokens.
+        """Return the tokens and padding of a cross-attention call. Which of its queries are padding, and whether it
+        continues earlier sequences, is taken from the self-attention call over the same tokens.
         """
         grid, streams = call.grid, list(self._model_call.streams.values())
         of_queries, of_keys = stream_of_queries(call, streams), stream_of_keys(call, streams)
@@ -235,7 +244,7 @@ class CallContexts(threading.local):
         real: Bool[Tensor, "batch queries"] | None,
         tokens: Int[Tensor, "batch keys"] | None,
     ) -> CallContext:
-        """Return the tokens and padding of a call of cross-attention."""
+        """Return a `CallContext` with the tokens and the padding of a cross-attention call."""
         grid, first_keys = call.grid, None
         if facts is not None and received is not None:
             first_keys = first_tokens_of_documents(received, facts, real, grid.keys)
@@ -256,7 +265,9 @@ class CallContexts(threading.local):
         first: int,
         stated: Bool[Tensor, "batch queries"] | None,
     ) -> RealTokens:
-        """Return the tokens of the queries of a call of self-attention that are not padding."""
+        """Return which queries of a self-attention call are tokens, and which are padding. This follows from the user's
+        statement, from the mask of the call, and from the padding mask that the module received.
+        """
         grid = call.grid
         real = RealTokens(None, None) if facts is None else real_by_mask(facts, first, grid.queries, grid.batch)
         if stated is not None:
@@ -278,7 +289,9 @@ class CallContexts(threading.local):
     def _history(
         self, call: Call, before: Continuation, first: int, real: Bool[Tensor, "batch queries"] | None
     ) -> History:
-        """Return the tokens of the sequences after a call of self-attention, from those before it."""
+        """Return the tokens of each sequence up to the end of a self-attention call: those from before the call, and
+        the tokens of its queries.
+        """
         grid, tokens = call.grid, call.tokens
         history = before.history
         if not history.length and first:
@@ -299,7 +312,9 @@ class CallContexts(threading.local):
         first: int,
         real: Bool[Tensor, "batch queries"] | None,
     ) -> CallContext:
-        """Return the tokens, padding and positions of a call of self-attention whose positions are established."""
+        """Return a `CallContext` with the tokens, padding and positions of a self-attention call whose queries could be
+        located among its keys.
+        """
         grid, keys = call.grid, first + call.grid.queries
         tokens, is_real, is_same_grid = history.token_ids, history.is_real, keys == grid.keys
         positions = None if is_same_grid else replace(grid, keys=keys)
@@ -332,13 +347,17 @@ class CallContexts(threading.local):
         )
 
     def _is_special(self, tokens: Int[Tensor, "batch keys"] | None) -> Bool[Tensor, "batch keys"] | None:
-        """Return True at special tokens; None if the tokens are unknown, or no ids are special."""
+        """Return a mask that is True at special tokens, such as [CLS]. Return None if the token ids are unknown, or if
+        no ids are defined as special.
+        """
         if tokens is None or not len(self._special):
             return None
         return torch.isin(tokens, self._special.to(tokens.device))
 
 
 def _facts_of(call: Call, received: ReceivedMask, paddings: list[Tensor]) -> MaskFacts | None:
-    """Return the facts about the mask that a call received, in which only padding counts as hidden from all rows."""
+    """Return the facts about the mask of an attention call (which rows see which keys). Keys that no row sees count as
+    hidden only if they are padding, not if the model selects keys by content.
+    """
     facts = MaskFacts.of(received, call.grid.keys)
     return None if facts is None else without_unselected(facts, received, paddings, call.grid.batch)

@@ -46,12 +46,14 @@ class CallHandlers(NamedTuple):
     def answer(
         self, read_problem: Callable[[], Problem], compute: Callable[[], Answer], keeps_output: bool = False
     ) -> Answer:
-        """Return the answer of one attention call, without the changes that interceptors requested. Without observers,
-        call `compute`, the model's own function. With observers, pass them all attention weights of the problem that
-        `read_problem` returns, in row blocks (some query rows at a time), and notify them when the call has ended. In
-        this case, headwise's own blockwise attention may compute the answer in place of `compute`, unless an observer
-        has a check or keeps the output, the call has dropout, or `keeps_output` is True. With dropout, `compute` draws
-        the same random numbers as without observers, and the weights before dropout are observed.
+        """Compute one attention call and return its answer, before interceptors change it. Without observers, call
+        `compute`, the model's own function. With observers, pass them the attention weights of the problem that
+        `read_problem` returns, in row blocks (some query rows at a time). Then notify them that the call has ended.
+
+        With observers, headwise's own blockwise attention may compute the answer in place of `compute`. It does not if
+        an observer has a check or requires the model's output, if the call has dropout, or if `keeps_output` is True.
+        With dropout, `compute` draws the same random numbers as without observers, and the weights before dropout are
+        observed.
 
         Args:
             read_problem: function that states the call as a `Problem`; called only if there are observers.
@@ -91,8 +93,9 @@ class CallHandlers(NamedTuple):
         scores: Callable[[], tuple[Tensor | None, Tensor | None]] = lambda: (None, None),
     ) -> None:
         """Pass attention `weights` that the model itself has computed to the observers, in row blocks (some query rows
-        at a time), then notify the observers that the call has ended. A row block also contains the head outputs of its
-        rows: `out`, or, if `is_unchecked` and an observer has a check, weights times values, to compare with `out`.
+        at a time). Then notify the observers that the call has ended. Each row block also contains the head outputs of
+        its rows, from `out`. If `is_unchecked` is True and an observer has a check, it contains weights times values
+        instead, which the check compares with `out`.
 
         Args:
             weights: the weights.
@@ -118,9 +121,9 @@ class CallHandlers(NamedTuple):
         self._end()
 
     def observe_problem(self, problem: Problem, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Pass the attention weights of a `problem` that the model itself has solved to the observers, in row blocks
-        (some query rows at a time), then notify the observers that the call has ended. The weights are computed again,
-        without dropout. Without observers, do nothing.
+        """Compute the attention weights of a call again, without dropout, after the model itself has computed its
+        output `out`. Pass the weights to the observers in row blocks (some query rows at a time), then notify them that
+        the call has ended. Without observers, do nothing.
 
         Args:
             problem: the attention call.
@@ -143,8 +146,9 @@ class CallHandlers(NamedTuple):
         read_problem: Callable[[], Problem | None],
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the head outputs `out` after all changes that interceptors requested, each applied to the result of
-        the previous one. Changes may call `uniform_output`, which computes the head outputs under uniform attention,
-        and `read_problem`, which states the call as a `Problem` if that is possible.
+        the previous one. Changes may call `uniform_output`, which computes the head outputs under uniform attention.
+        They may also call `read_problem`, which returns the call as a `Problem` (its tensors and options), or None if
+        these are unknown.
         """
         with call_stack.paused():
             for change in self.changes:
@@ -153,7 +157,9 @@ class CallHandlers(NamedTuple):
 
     @property
     def keeps_output(self) -> bool:
-        """True if an observer demands that the model's own function answers the call."""
+        """True if an observer requires that the model's own function computes the output, so that the output is the
+        same bit for bit.
+        """
         return any(observation.keeps_output for observation in self.observations)
 
     @property
@@ -172,7 +178,10 @@ class CallHandlers(NamedTuple):
 
     @property
     def _whole_call(self) -> WholeCall | None:
-        """Effect of the call's only observation, if it needs no weights of single rows; otherwise None."""
+        """Statistics that the call's only observation collects, if these need no attention weights of single rows. The
+        native kernels may then compute them without row blocks. None if there are several observations, or if the
+        weights are needed.
+        """
         return self.observations[0].whole_call if len(self.observations) == 1 else None
 
     def _observe(self, row_block: RowBlock) -> None:
@@ -183,8 +192,9 @@ class CallHandlers(NamedTuple):
             observation.observer(row_block.with_call_context(observation.call_context))
 
     def _observe_checked_problem(self, problem: Problem, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Compute the attention weights and outputs of a problem in row blocks, compare the outputs with the model's
-        own output `out` by the check of every observation that has one, and pass the blocks to every observer.
+        """Compute the attention weights and outputs of a problem (one attention call) in row blocks, some query rows at
+        a time. Each observation that has a check compares these outputs with the model's own output `out`. Then pass
+        the blocks to every observer.
         """
         answer, observe = Answer(out, None, None), partial(self._check_and_observe, out)
         with torch.no_grad():
@@ -202,7 +212,7 @@ class CallHandlers(NamedTuple):
         self._observe(row_block)
 
     def _end(self) -> None:
-        """Notify every observation that the call has ended."""
+        """Notify every observation that the attention call has ended."""
         with call_stack.paused():
             for observation in self.observations:
                 observation.on_end()
@@ -221,8 +231,9 @@ def handlers_of_call(
     appended_keys: int = 0,
     is_aligned: bool = False,
 ) -> CallHandlers:
-    """Report an attention call to every interceptor of a model with a module among `module_calls`, or only to the one
-    that was chosen by `exclusive_to`, and count it. Return the functions by which they observe or change the call.
+    """Report one attention call to the interceptors (objects that observe or change attention) of the models whose
+    modules are among `module_calls`. Return the functions by which they observe or change the call. While
+    `exclusive_to` is active, report the call only to the interceptor that was chosen there.
 
     Args:
         grid: size of the scores: batch, heads, queries, keys.
@@ -271,8 +282,9 @@ def handlers_of_call(
 
 
 def _input_sources(origins: CallOrigins | None) -> InputSources:
-    """Return the sources of queries and keys before their last linear maps, without those that are no inputs of the
-    model, and their tokens.
+    """Return the inputs of the model on which the queries and the keys of an attention call depend, before the query
+    and key projections. Parameters and other tensors that are not inputs are left out. The result also contains the
+    token numbers of the call.
     """
     if origins is None:
         return InputSources()
@@ -285,8 +297,8 @@ def _input_sources(origins: CallOrigins | None) -> InputSources:
 
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:
-    """Return the innermost of the running `module_calls` for each interceptor that calls are reported to. The
-    interceptor of the innermost context comes first.
+    """Return the innermost running module call for each interceptor (object that observes or changes attention) that
+    receives reports now. That of the innermost context comes first.
     """
     interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
     innermost: dict[int, ModuleCall] = {}
@@ -297,17 +309,17 @@ def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[M
 
 
 def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute an attention problem that was passed to `headwise.attend` and return its answer, by default that of
-    `run`. While an intercepted model is running, the interceptors may observe the attention weights and change the head
-    outputs. If they observe, the answer may be computed by blockwise attention in place of `run`.
+    """Compute an attention call that was passed to `headwise.attend` as a `Problem`, and return the answer, by default
+    that of `run`. While an intercepted model is running, interceptors may observe the attention weights and change the
+    head outputs. If they observe, blockwise attention may compute the answer in place of `run`.
     """
     with accelerated_modules.paused(OWN_BACKEND):
         return _answer_to_interceptors(problem, run) if call_stack.intercepts else run(problem)
 
 
 def _answer_to_interceptors(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute an attention problem that was passed to `headwise.attend` in an intercepted model; see
-    `answer_intercepted`.
+    """Compute an attention call of `headwise.attend` inside an intercepted model. Report the call to the interceptors,
+    let them observe the weights and change the output, and return the answer.
     """
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(problem))
     origins = call_stack.origins_of(problem.q, problem.k, problem.v)

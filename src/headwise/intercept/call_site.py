@@ -9,8 +9,9 @@ from headwise.intercept.origin import CallOrigins
 
 
 def site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | None) -> SiteKey:
-    """Return the site of an attention call in `module_call`. If its kind is neither derived nor stated by the
-    user, it counts as cross-attention, and the module is named to the interceptor.
+    """Return the site of an attention call: the path of its module, the kind (self- or cross-attention), and the number
+    of the layer in the module. If the kind is neither derived nor stated by the user, the call counts as
+    cross-attention. The interceptor is then told so.
 
     Raises:
         InputError: the user stated another kind or number of heads.
@@ -25,14 +26,16 @@ def site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | Non
 
 
 def number_layer(module_call: ModuleCall, origins: CallOrigins) -> None:
-    """Number the layer of an attention call among those that the running module computes, when it attends. Later, the
-    calls are reported in the order in which the model uses their outputs.
+    """Assign a number to the layer of an attention call, if the module computes several attention layers itself. Layers
+    are numbered in the order in which they attend. Calls may later be reported in another order.
     """
     module_call.parts.index(_is_cross(module_call, origins) is not False, origins)
 
 
 def _is_cross(module_call: ModuleCall, origins: CallOrigins | None) -> bool | None:
-    """Return True for cross-attention, False for self-attention, and None if that is neither derived nor stated."""
+    """Return True for cross-attention, False for self-attention. The kind is derived from the sources of queries and
+    keys, or stated by the user; return None if neither is the case.
+    """
     is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
     if is_cross is None and origins is not None and may_be_cached(origins, call_stack.lineage):
         is_cross = False if module_call.parts.was_self_attention(origins) else None

@@ -19,7 +19,9 @@ from headwise.intercept.origin import CallOrigins, Origin
 
 @runtime_checkable
 class Interception(Protocol):
-    """Context in which the attention calls of one model are reported to one interceptor; it may be entered again."""
+    """Context in which the attention calls of one model are reported to one interceptor. A context that is active may
+    be entered again.
+    """
 
     interceptor: Interceptor
 
@@ -31,8 +33,8 @@ class Interception(Protocol):
 
 
 class _Paused:
-    """Context in which interception in one thread is paused; a class, as it is entered at each call of a module. The
-    mode that intercepts torch's functions is off while it is open, if no other mode was entered after it.
+    """Context that pauses interception in one thread. While it is open, the torch function mode that intercepts torch's
+    functions is off, unless another mode was entered after that mode.
     """
 
     __slots__ = ("_before", "_mode", "_stack")
@@ -56,8 +58,8 @@ class _Paused:
 
 
 class CallStack(threading.local):
-    """State of interception in one thread: the running module calls of intercepted models, and flags that pause or
-    restrict interception.
+    """State of interception in one thread: a stack of the running module calls of intercepted models, and flags that
+    pause or restrict interception.
 
     Attributes:
         interceptions: the open interceptions of all threads, outermost first; shared by all threads.
@@ -97,20 +99,24 @@ class CallStack(threading.local):
         return bool(self.module_calls) and not self.is_paused
 
     def origins_of(self, q: Tensor, k: Tensor, v: Tensor) -> CallOrigins:
-        """Return the sources of the queries, keys and values of an attention call."""
+        """Return the origins (tensors on which they depend) of the queries, keys and values of an attention call."""
         if self.torch_attention_origins is not None:
             return self.torch_attention_origins
         of_q, of_k, of_v = (self.lineage.origin(tensor, self.module_calls) for tensor in (q, k, v))
         return CallOrigins(of_q, of_k, of_v, self.lineage.tokens.compared(q, k, v))
 
     def origin_of_scores(self, scores: Tensor) -> Origin:
-        """Return the origin of attention scores, whose factors are the queries and the keys."""
+        """Return the origin of attention scores: the tensors on which they depend. Its factors are the origins of the
+        queries and the keys.
+        """
         if self.torch_attention_origins is not None:
             return self.torch_attention_origins.q  # not used: `origins_of_product` returns all three
         return self.lineage.origin(scores, self.module_calls)
 
     def origins_of_product(self, scores: Origin, values: Tensor) -> CallOrigins:
-        """Return the sources of queries, keys and values of a call whose scores have the origin `scores`."""
+        """Return the origins of the queries, keys and values of a call in which weights are multiplied with `values`.
+        `scores` is the origin of the scores from which the weights were computed.
+        """
         if self.torch_attention_origins is not None:
             return self.torch_attention_origins
         v = self.lineage.origin(values, self.module_calls)
@@ -118,17 +124,22 @@ class CallStack(threading.local):
 
     @property
     def current_interceptions(self) -> tuple[Interception, ...]:
-        """The interceptions that are in effect in this thread, outermost first."""
+        """Interceptions (contexts that intercept a model) that are active in this thread, outermost first. While
+        activation checkpointing repeats a forward pass, they are those of this forward pass; otherwise all open ones.
+        """
         return self.interceptions if self.recomputed is None else self.recomputed
 
     @property
     def is_recomputing(self) -> bool:
-        """True in a backward pass, where module calls repeat those of a forward pass (activation checkpointing)."""
+        """True in a backward pass. Module calls there repeat module calls of a forward pass, by activation
+        checkpointing.
+        """
         return self.recomputed is not None or torch._C._current_graph_task_id() != -1
 
     def end_module_calls(self, interceptor: Interceptor | None = None) -> None:
-        """Remove the module calls of `interceptor`, by default all, from this thread's stack, without reporting their
-        end. If the stack is then empty, turn off the mode that intercepts torch's functions.
+        """Remove the module calls of `interceptor` (by default, of all interceptors) from this thread's stack, without
+        reporting that they ended. If the stack is then empty, turn off the torch function mode that intercepts torch's
+        functions.
         """
         kept = [call for call in self.module_calls if interceptor is not None and call.interceptor is not interceptor]
         self.module_calls[:] = kept
@@ -141,14 +152,13 @@ class CallStack(threading.local):
             self.torch_mode = None
 
     def paused(self) -> "_Paused":
-        """Return a context in which the interception of attention calls in this thread is paused."""
+        """Return a context in which attention calls of this thread are not intercepted."""
         return _Paused(self)
 
     @contextmanager
     def torch_attention(self, heads: int, origins: CallOrigins, appended_keys: int) -> Iterator[None]:
-        """Mark the code within the context as running inside `F.multi_head_attention_forward` with this number of
-        heads. `origins` are the sources of the queries, keys and values there.
-        `appended_keys` is the number of keys without a token that it appends.
+        """Return a context for the code inside torch's `F.multi_head_attention_forward`. It stores the number of heads,
+        the `origins` of the queries, keys and values, and the number of keys that the function appends without a token.
         """
         self.torch_attention_heads, self.torch_attention_origins = heads, origins
         self.appended_keys = appended_keys
@@ -160,8 +170,8 @@ class CallStack(threading.local):
 
     @contextmanager
     def exclusive_to(self, interceptor: Interceptor) -> Iterator[None]:
-        """Report attention calls of this thread within the context to `interceptor` only, although other interceptors
-        may also be active.
+        """Return a context in which attention calls of this thread are reported to `interceptor` alone, although other
+        interceptors may be active.
         """
         before, self.only_interceptor = self.only_interceptor, interceptor
         try:

@@ -18,18 +18,20 @@ from headwise.intercept.call_stack import call_stack
 
 
 class InterceptedCheckpointFunction(CheckpointFunction):
-    """Reentrant checkpointing whose function is intercepted in the backward pass as in the forward pass."""
+    """Replacement of torch's reentrant activation checkpointing. When the checkpointed function is repeated in the
+    backward pass, it is intercepted in the same way as in the forward pass.
+    """
 
     @classmethod
     def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the function in the forward pass, and prepare its repetition."""
+        """Call `function` in the forward pass, and prepare its repetition in the backward pass."""
         repeatable = _Repeatable(function, is_first_call_forward=True)
         return CheckpointFunction.apply(repeatable, *args)  # type: ignore[no-untyped-call]
 
 
 class InterceptedCheckpointFrame(_CheckpointFrame):
-    """Data of non-reentrant checkpointing, whose function is intercepted in the backward pass as in the forward
-    pass.
+    """Replacement of torch's data object for non-reentrant activation checkpointing. When the checkpointed function is
+    repeated in the backward pass, it is intercepted in the same way as in the forward pass.
     """
 
     def __init__(self, recompute_fn: Callable[..., Any], *args: Any) -> None:
@@ -37,8 +39,8 @@ class InterceptedCheckpointFrame(_CheckpointFrame):
 
 
 class _Repeatable:
-    """Function that checkpointing calls again in the backward pass, with the interceptions that were in effect, and the
-    module calls and accelerated modules that were running, when this object was created.
+    """Function that checkpointing calls again in the backward pass. The object stores the interceptors, running module
+    calls and accelerated modules from when it was created, and restores them for the second call.
     """
 
     def __init__(self, function: Callable[..., Any], is_first_call_forward: bool) -> None:
@@ -58,8 +60,8 @@ class _Repeatable:
 
     @contextmanager
     def _as_in_forward_pass(self) -> Iterator[None]:
-        """Install the hooks and patches of the forward pass, if they are not installed, and let this thread's call
-        stack be that of the forward pass; restore all within the end of the context.
+        """Return a context in which interception has the state of the forward pass: the same hooks, patches and running
+        module calls. At its end, restore the previous state.
         """
         before = dict(vars(call_stack))
         with ExitStack() as stack:

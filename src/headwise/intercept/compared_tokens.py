@@ -9,7 +9,8 @@ from headwise.shapes import Int
 
 
 class LinearMapCall:
-    """One call of a linear map, such as the projection of the queries. The tokens in its result are numbered from 1.
+    """One call of a linear map, such as the query projection. The tokens in its result are numbered from 1, so that
+    they can be recognised after later functions reorder or select them.
 
     Attributes:
         shape: axes of the tokens, such as `(batch, length)`.
@@ -20,7 +21,8 @@ class LinearMapCall:
 
 
 class NumberedTokens(NamedTuple):
-    """Numbers of the tokens of one tensor.
+    """Number of the token that each element of one tensor belongs to, counted in the result of the last linear map
+    before it.
 
     Attributes:
         numbers: number of the token of each element; 0 where it has none, or it is unknown.
@@ -31,8 +33,8 @@ class NumberedTokens(NamedTuple):
     linear_map: LinearMapCall
 
     def differ_from(self, others: "NumberedTokens") -> bool:
-        """Return True if some of these tokens are known to be others than those at the same place in `others`. This is
-        unknown if the results of both linear maps have different axes.
+        """Return True if, at some place, this object and `others` are known to have tokens with different numbers.
+        Return False if the results of the two linear maps have different axes, so that numbers cannot be compared.
         """
         one, other = self.numbers, others.numbers
         if self.linear_map.shape != others.linear_map.shape or one.shape != other.shape:
@@ -41,7 +43,8 @@ class NumberedTokens(NamedTuple):
 
 
 class ComparedTokens(NamedTuple):
-    """Tokens of the queries, keys and values of one attention call, `(..., length)`.
+    """Numbers of the tokens that the queries, keys and values of one attention call belong to, as tensors `(...,
+    length)`.
 
     Attributes:
         queries: the tokens of the queries.
@@ -55,23 +58,27 @@ class ComparedTokens(NamedTuple):
 
     @property
     def has_reordered_queries(self) -> bool:
-        """True if the queries are known to be in another order than their tokens."""
+        """True if the queries are known to be in another order than the tokens in the result of the query
+        projection.
+        """
         numbers = self.queries.numbers
         return bool(((numbers[..., 1:] < numbers[..., :-1]) & (numbers[..., 1:] > 0)).any())
 
     @property
     def differ(self) -> bool:
-        """True if query number i and key number i, or key and value number i, are known to be different tokens."""
+        """True if, for some index i, query i and key i are known to belong to different tokens, or key i and value i
+        are.
+        """
         return self.queries.differ_from(self.keys) or self._values_differ
 
     @property
     def _values_differ(self) -> bool:
-        """True if key number i and value number i are known to be different tokens."""
+        """True if, for some index i, key i and value i are known to belong to different tokens."""
         return self.values is not None and self.keys.differ_from(self.values)
 
     def own_key_of_first_query(self) -> int | None:
-        """Return the index of the key of the first query's token, if the keys are successive tokens, and the queries
-        some of these in the same order; otherwise None.
+        """Return the index of the key that belongs to the same token as the first query. Return None unless the keys
+        are successive tokens, and the queries are a contiguous part of these tokens in the same order.
         """
         queries, keys = self.queries.numbers, self.keys.numbers
         if self.queries.linear_map.shape != self.keys.linear_map.shape or queries.shape[:-1] != keys.shape[:-1]:
@@ -83,15 +90,18 @@ class ComparedTokens(NamedTuple):
         return first if is_known and torch.equal(queries, own) and not self._values_differ else None
 
     def has_queries_of(self, other: "ComparedTokens") -> bool:
-        """Return True if some queries are also queries of another call: the same result of a projection."""
+        """Return True if this attention call and `other` have some queries in common: the same tokens in the result of
+        the same call of the query projection.
+        """
         queries, others = self.queries.numbers, other.queries.numbers
         if self.queries.linear_map is not other.queries.linear_map:
             return False
         return bool(torch.isin(queries[queries > 0], others[others > 0]).any())
 
     def is_other_part(self, other: "ComparedTokens") -> bool:
-        """Return True if the queries are others than those of another call, but of the same projection, and both calls
-        attend to the same keys, at least to the same first one.
+        """Return True if this attention call and `other` compute attention for different parts of the same queries.
+        They have no query in common, but their queries come from the same call of the query projection, and both attend
+        to the same first key.
         """
         of_both = ((self.queries, other.queries), (self.keys, other.keys))
         if any(one.linear_map is not another.linear_map for one, another in of_both):

@@ -27,7 +27,7 @@ Label = str | int
 
 
 class Contraction(NamedTuple):
-    """Product of tensors that is summed over the axes which the result does not have.
+    """Product of tensors, as in Einstein notation: the products are summed over all axes that the result does not have.
 
     Attributes:
         operands: the multiplied tensors.
@@ -40,23 +40,23 @@ class Contraction(NamedTuple):
     result: tuple[Label, ...]
 
     def labels_of(self, tensor: Tensor) -> tuple[Label | None, ...]:
-        """Return the labels of the axes of the operand `tensor`."""
+        """Return the labels (names as in Einstein notation) of the axes of `tensor`, one of the multiplied tensors."""
         return next(labels for operand, labels in zip(self.operands, self.labels, strict=True) if operand is tensor)
 
     @property
     def summed(self) -> set[Label | None]:
-        """Labels of the axes over which products are summed."""
+        """Labels (names as in Einstein notation) of the axes over which the products are summed."""
         return {label for labels in self.labels for label in labels} - set(self.result) - {None}
 
     @property
     def shared_by_all(self) -> set[Label]:
-        """Labels of the axes of the result that every operand has."""
+        """Labels (names as in Einstein notation) of the axes that the result and all multiplied tensors have."""
         return {label for label in self.result if all(label in labels for labels in self.labels)}
 
 
 def contraction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Contraction | None:
-    """Return the product that a call of `function` computes, with labels of all axes; None if the function computes no
-    product, or one that cannot be read.
+    """Return the product of tensors that a call of `function` computes, with a label for every axis as in Einstein
+    notation. Return None if the function computes no such product, or if its arguments cannot be interpreted.
     """
     if function is torch.einsum:
         return _einsum(*args)
@@ -81,7 +81,9 @@ def contraction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: di
 
 
 def _matmul(left: Tensor, right: Tensor) -> Contraction | None:
-    """Return the product of matrices, batches of them, or vectors."""
+    """Return the product that `torch.matmul` computes of two matrices, batches of matrices, or vectors, with labelled
+    axes.
+    """
     rank = max(left.ndim, right.ndim) - 2
 
     def batch(tensor: Tensor) -> tuple[Label | None, ...]:
@@ -97,7 +99,9 @@ def _matmul(left: Tensor, right: Tensor) -> Contraction | None:
 
 
 def _einsum(equation: Any, *arguments: Any) -> Contraction | None:
-    """Return the product that `torch.einsum` computes; None if the equation is not a string."""
+    """Return the product that `torch.einsum` computes, with labelled axes. Return None if the equation is not a string,
+    or repeats a letter in one term.
+    """
     operands = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list | tuple) else arguments
     if not isinstance(equation, str):
         return None
@@ -116,8 +120,9 @@ def _einsum(equation: Any, *arguments: Any) -> Contraction | None:
 
 
 def _expanded(term: str, ndim: int, shape: Sequence[int] | None = None) -> tuple[Label | None, ...]:
-    """Return the labels of a term of an einsum equation, with one number in place of each axis of an ellipsis, counted
-    from the last such axis. An axis of `shape` of size 1 in the ellipsis, which is broadcast, has the label None.
+    """Return the labels of the axes in one term of an einsum equation. Letters are labels; an ellipsis is replaced by
+    one number for each of its axes: ..., -2, -1. The label is None for an axis of the ellipsis that has size 1 in
+    `shape`, since it is broadcast.
     """
     before, dots, after = term.partition("...")
     count = ndim - len(before) - len(after) if dots else 0

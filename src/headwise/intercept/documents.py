@@ -11,8 +11,8 @@ from headwise.shapes import Bool, Int
 def first_tokens_of_documents(
     received: ReceivedMask, facts: MaskFacts, real: Bool[Tensor, "#batch queries"] | None, keys: int
 ) -> Int[Tensor, "#batch queries"] | None:
-    """Return for each row the index of the first key of its document, if the mask of a call separates documents in some
-    sequence; otherwise None.
+    """Return, for each query row, the index of the first key of the row's document. Return None if the mask of the call
+    does not separate documents (packed in one sequence) in any sequence.
 
     Documents are contiguous, or groups of rows that see the same keys, as in shifted windows.
 
@@ -43,8 +43,8 @@ def first_tokens_of_documents(
 def ids_by_document(
     tokens: Int[Tensor, "batch keys"] | None, first_keys: Int[Tensor, "batch #queries"] | None
 ) -> Int[Tensor, "batch keys"] | None:
-    """Return ids of the tokens that are different in different documents, in which no token is a copy of another one.
-    `first_keys` is the first key of the document of each token; other shapes stand for a single document.
+    """Return the token ids, changed so that tokens of different documents never have the same id. `first_keys` is the
+    index of the first key of each token's document; if its shape is not that of `tokens`, there is a single document.
     """
     if tokens is None or first_keys is None or first_keys.shape != tokens.shape or tokens.shape[1] < 2:
         return tokens
@@ -52,8 +52,8 @@ def ids_by_document(
 
 
 def _starts_of_contiguous(facts: MaskFacts, counted: Bool[Tensor, "#batch queries"]) -> Bool[Tensor, "#batch queries"]:
-    """Return True at the first row of each contiguous document: no row before it sees its key or a later one, and no
-    row after it sees an earlier key.
+    """Return True at the first query row of each contiguous document (packed with others in one sequence). No row
+    before it sees its key or a later one; neither it nor any row after it sees an earlier key.
 
     Args:
         facts: facts about the mask of a call with as many queries as keys.
@@ -70,8 +70,9 @@ def _starts_of_contiguous(facts: MaskFacts, counted: Bool[Tensor, "#batch querie
 def _share_no_key(
     received: ReceivedMask, first: Int[Tensor, "#batch queries"], counted: Bool[Tensor, "#batch queries"]
 ) -> Bool[Tensor, " #batch"]:
-    """Return True for sequences in which two counted rows with different first keys, as in `first`, never see the same
-    key.
+    """Return True for each sequence in which rows of different groups never see the same key. A group consists of the
+    rows with the same number in `first`, the first key that the row sees. Only rows where `counted` is True are
+    compared.
     """
     smallest, largest = [], []
     for rows, visible in received.by_sequence():

@@ -55,9 +55,9 @@ WEIGHTS_USED_TWICE = "weights of these modules are multiplied with several tenso
 
 
 def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool = False) -> None:
-    """Record the `result` of a softmax as possible attention weights, which are then followed until the model
-    multiplies them with the values. Ignore a softmax that neither compares two activations nor is in a module called
-    attention.
+    """Record the `result` of a softmax as possible attention weights. Later functions of the model are then followed
+    until it multiplies them with values. A softmax is ignored if its scores are not known to be a product of two
+    activations and its module is not called attention.
 
     Args:
         scores: argument of the softmax.
@@ -87,8 +87,9 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
 
 
 def on_function(call: FunctionCall, result: Any) -> Any:
-    """Return the `result` of a function call. If an argument is known to be attention weights, follow them if the
-    function rearranges or modifies them. If it multiplies them with the values, record the attention call.
+    """Follow attention weights through one function call of the model, and return the call's `result`. If the function
+    rearranges or modifies weights, its result is recorded as weights. If it multiplies them with the values, the
+    product is recorded as an attention output, which interceptors may change.
     """
     for tensor in weights_among(call):
         if call.function in PRODUCTS:
@@ -98,8 +99,8 @@ def on_function(call: FunctionCall, result: Any) -> Any:
 
 
 def on_module_end(module_call: ModuleCall) -> None:
-    """Handle the end of a module call: report the module to its interceptors as one whose attention cannot be read if
-    the weights of a softmax were not multiplied with values there.
+    """Handle the end of a module call. If the module computed a softmax that looks like attention, but did not multiply
+    it with values, its attention cannot be read. Report this to the interceptors.
     """
     for softmax in [each for each in call_stack.attention.softmaxes if each.module_calls[-1] is module_call]:
         call_stack.attention.softmaxes.remove(softmax)
@@ -110,8 +111,8 @@ def on_module_end(module_call: ModuleCall) -> None:
 
 
 def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
-    """Return the `result` of a product of attention weights, the argument `tensor` of a function call. If it sums over
-    the keys, record it as an attention output.
+    """Return the `result` of a function that multiplies attention weights, its argument `tensor`, with another tensor.
+    If the product is summed over the keys alone, it is recorded as an attention output, and interceptors may change it.
     """
     weights = weights_of(tensor)
     contraction = contraction_of(call.function, call.args, call.kwargs)
@@ -137,9 +138,9 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
 
 
 def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> None:
-    """Record that a number of elements of a softmax was multiplied with values, with this `output`. If there are
-    several such products, and one of them has not all elements, refuse the outputs of all: they may have different
-    elements.
+    """Record that so many `elements` of a softmax result were multiplied with values, which gave `output`. If there are
+    several such products, and one of them uses only a part of the elements, exclude all their outputs from the results.
+    Each part may be another head, or other rows or keys.
     """
     softmax.outputs.append((elements, output))
     if len(softmax.outputs) > 1 and any(count != softmax.elements for count, _ in softmax.outputs):
@@ -149,7 +150,7 @@ def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> N
 
 @dataclass(eq=False)
 class _Product(AttentionSource):
-    """Product of attention weights with values.
+    """One attention call in which a model multiplies attention weights, computed by softmax, with the values.
 
     Attributes:
         call: the function call that computed it.
@@ -188,25 +189,31 @@ class _Product(AttentionSource):
 
     @property
     def weight_axes(self) -> list[int | None]:
-        """Axis of the weights that each axis of the output is, without that of the values."""
+        """For each axis of the output, the axis of the attention weights that it corresponds to, or None. The output's
+        axis of values is left out, since weights have no such axis.
+        """
         return self.order
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Weights and values."""
+        """Attention weights and values of the product, and the weights before dropout if there is dropout."""
         undropped = self.weights.undropped
         return [self.tensor, self.values, *([] if undropped is None else [undropped])]
 
     @property
     def weights_id(self) -> object:
-        """The recorded softmax that computed the weights: the same object for all outputs of these weights."""
+        """Identity of the attention weights: the record of the softmax that computed them. It is the same object for
+        all products of the same weights.
+        """
         return self.weights.softmax
 
     @staticmethod
     def of(
         call: FunctionCall, tensor: Tensor, weights: Weights, contraction: Contraction, result: Tensor
     ) -> "_Product | None":
-        """Return the product if it sums over the axis of the softmax and no other; otherwise None."""
+        """Return an attention call for a product of attention weights with another tensor. Return None unless the
+        product is summed over the softmax's axis, that of the keys, and over no other axis of the weights.
+        """
         labels = contraction.labels_of(tensor)
         of_values: set[Label | None] = set().union(*contraction.labels) - set(labels)
         value_labels = [label for label in contraction.result if label in of_values]
@@ -243,7 +250,9 @@ class _Product(AttentionSource):
         return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, *sources)
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
-        """Report the attention call to the interceptors of the model, and return their functions."""
+        """Report the attention call to the interceptors of the model. `layout` states which of its axes are the heads.
+        Return the functions by which they observe or change the call.
+        """
         batch, heads, queries = layout.sizes
         keys = prod(self.tensor.shape[axis] for axis in self.key_axes)
         grid = Grid(batch, heads, queries, keys, self.tensor.device)
@@ -263,8 +272,8 @@ class _Product(AttentionSource):
     def _values_of_keys(
         self, layout: HeadLayout, width: int | None = None
     ) -> Float[Tensor, "batch heads keys features"] | None:
-        """Return the values, or some features of them, by which cached keys are recognised; None for several axes of
-        keys or queries.
+        """Return the values of all keys, or the first `width` features of these values. Later calls recognise cached
+        keys by them. Return None if the keys or the queries are spread over several axes.
 
         Args:
             layout: roles of the axes.
@@ -290,8 +299,8 @@ class _Product(AttentionSource):
         return replace(layout, shape=tuple(shape)).by_head(values.expand(shape))
 
     def _received(self, layout: HeadLayout) -> ReceivedMask:
-        """Return the mask of the call. A query may attend to a key if neither its score nor its weight was hidden by
-        the model.
+        """Return the mask of the attention call, read from its tensors. A key counts as hidden if its score is -inf or
+        a mask's large negative number, or if the model set its weight to 0 after the softmax.
         """
         if self.received is None:
             scores, zeroed = layout.by_head(self._arranged(self.weights.scores())).detach(), self.weights.zeroed
@@ -304,7 +313,9 @@ class _Product(AttentionSource):
     def observe(
         self, handlers: CallHandlers, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
     ) -> None:
-        """Pass the attention weights before dropout, and their product with the values, to the observers."""
+        """Pass the attention weights before dropout, and their product with the values, to the functions in `handlers`
+        that observe the call.
+        """
         if not handlers.observations:
             return
         undropped = self.weights.undropped
@@ -323,7 +334,7 @@ class _Product(AttentionSource):
         handlers.observe_weights(weights, received, out if has_one else None, values, scores=lambda: (scores, None))
 
     def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the output of each head under uniform attention to the visible keys."""
+        """Return what each head would output if every query attended with equal weights to all keys that it may see."""
         zeroed = self.weights.zeroed
         scores = self.weights.scores()
         key = self.key_axes[0]
@@ -335,8 +346,8 @@ class _Product(AttentionSource):
         return layout.by_head(self.call.replaced(self.tensor, uniform.to(self.tensor.dtype)).run())
 
     def _arranged(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the axes of the weights in the order of the axes of the output, with the keys in place
-        of the values.
+        """Return `tensor`, which has the axes of the attention weights, with these axes in the order of the output's
+        axes. The axis of the keys takes the place of the output's axis of values.
         """
         order = [axis for axis in self.order if axis is not None]
         squeezed = [axis for axis in range(tensor.ndim) if axis not in order and axis not in self.key_axes]

@@ -44,23 +44,23 @@ In other dtypes, four times the distance between 1 and the next number may be mo
 
 
 def may_project(call: FunctionCall) -> bool:
-    """Return True for a call of a product, of an operator that torch does not define as a function, such as a product
-    with quantised weights, and of a function of parameters: it may be the output projection.
+    """Return True if a function call may be the output projection: if it is a product of tensors, or reads a parameter
+    of a module. The same holds for an operator that torch does not define as a function, such as a quantised product.
     """
     is_operator = isinstance(call.function, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
     return is_operator or call.function in PRODUCTS or any(map(is_parameter, call.tensors))
 
 
 def written_by(call: FunctionCall, result: Any) -> Any:
-    """Return the tensors that contain what a function call computed: its `result`, or the tensor into which an
-    assignment to an index writes.
+    """Return the tensors that contain what a function call computed. That is its `result`, or, for an assignment to an
+    index (`x[i] = y`), the tensor that was assigned to.
     """
     return call.args[0] if call.function in ASSIGNMENT else result
 
 
 def keeps_places(call: FunctionCall, argument: Tensor, number: int | None, axis: int) -> bool:
-    """Return True if each element of the `result` of a function call depends only on elements of its `argument` with
-    the same index along an axis. Return False if this is unknown.
+    """Return True if the function keeps elements at their index along `axis`. Each element of its result then depends
+    only on elements of its `argument` with the same index. Return False if this is unknown.
 
     Args:
         call: the call.
@@ -91,8 +91,8 @@ def keeps_places(call: FunctionCall, argument: Tensor, number: int | None, axis:
 
 
 def repeated(call: FunctionCall, argument: Tensor, other: Tensor, number: int | None) -> Tensor:
-    """Return what a function call computes with another tensor in place of its `argument`, or the tensor with this
-    `number` among several. The function overwrites copies only.
+    """Repeat a function call with the tensor `other` in place of its `argument`, and return the result. If the function
+    returns several tensors, return the one with index `number`. Tensors of the model are not overwritten.
     """
     first, out = call.tensors[0], call.kwargs.get("out")
     call = call.replaced(argument, other.clone())

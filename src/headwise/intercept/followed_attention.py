@@ -6,7 +6,8 @@ from headwise.intercept.tensor_map import TensorMap
 
 
 class FollowedAttention:
-    """Records of attention in one thread. What a record contains is defined where it is made.
+    """Records of the attention scores, weights and outputs in a running model, from their computation to their use, in
+    one thread. The description of each attribute names the file that defines its records.
 
     Attributes:
         scores: products of queries and keys, and what was computed from them (`score_products`).

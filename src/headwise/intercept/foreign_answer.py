@@ -20,8 +20,9 @@ OTHER_OUTPUT = (
 def is_attention(
     read_problem: Callable[[], Problem], compute: Callable[[], Answer], compute_without_dropout: Callable[[], Answer]
 ) -> bool:
-    """Return True if the output of an attention call that another library's function computes is that of softmax
-    attention over the problem's tensors, up to rounding. Otherwise report the running modules as unreadable.
+    """Return True if the function by which another library replaces torch's attention computes softmax attention. Its
+    output is compared, up to rounding, with the attention of the same queries, keys and values. If they differ, report
+    the running modules as unreadable.
 
     Args:
         read_problem: function that states the call as a `Problem`.
@@ -42,7 +43,9 @@ def is_attention(
 
 
 def _is_output(problem: Problem, out: Float[torch.Tensor, "batch heads queries value_dim"]) -> bool:
-    """Return True if `out` is the output of an attention problem in all rows with a visible key, up to rounding."""
+    """Return True if `out` equals, up to rounding, the softmax attention of the queries, keys and values in `problem`.
+    Rows that may attend to no key are not compared.
+    """
     tolerance = torch.finfo(out.dtype).eps ** 0.5
     for row_block in row_blocks_of_problem(problem, with_output=True):
         if row_block.out is None:

@@ -22,7 +22,7 @@ _ALL_OWN_FUNCTIONS = frozenset(function for functions in _OWN_FUNCTIONS.values()
 
 
 class InterceptedFunction:
-    """Function that takes the place of another one and intercepts its calls.
+    """Callable object that replaces a function and intercepts its calls.
 
     Attributes:
         previous: the other function: torch's own, or that of another library.
@@ -42,7 +42,9 @@ class InterceptedFunction:
 
 
 def is_causal_bias(mask: Any) -> bool:
-    """Return True for a mask of torch's class `CausalBias`, whose module imports torch's compiler."""
+    """Return True if `mask` is an object of torch's class `CausalBias`. The class is imported only if needed, since its
+    module imports torch's compiler.
+    """
     if not isinstance(mask, Tensor) or has_own_class(mask):
         return False
     from torch.nn.attention.bias import CausalBias
@@ -51,9 +53,10 @@ def is_causal_bias(mask: Any) -> bool:
 
 
 def call_replaced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch in whose place another one is, and return its result.
+    """Call a function of torch that has been replaced under its public name, and return its result.
 
-    The class `CausalBias` of masks computes calls of SDPA itself, but knows them by what is under the name of SDPA.
+    Torch computes a call of SDPA with a mask of the class `CausalBias` by a method of this class, but only if the
+    function under the name of SDPA is its own. So the method is called directly.
     """
     mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     if function is SDPA and is_causal_bias(mask):
@@ -63,19 +66,22 @@ def call_replaced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def is_foreign(function: Callable[..., Any], own: Callable[..., Any]) -> bool:
-    """Return True if `function` is neither `own`, a function of torch, nor an intercepted form of it."""
+    """Return True if `function` comes from another library: it is neither torch's function `own`, nor headwise's
+    intercepting replacement of `own`.
+    """
     while isinstance(function, InterceptedFunction):
         function = function.previous
     return function is not own
 
 
 def is_sdpa_foreign() -> bool:
-    """Return True if another library has replaced torch's `scaled_dot_product_attention` by a function of its own."""
+    """Return True if another library has replaced torch's `scaled_dot_product_attention` by its own function."""
     return is_foreign(F.scaled_dot_product_attention, SDPA)
 
 
 def torchs_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of torch that `function` has replaced; `function` itself if it has replaced none.
+    """Return the original torch function if `function` replaces one under its public name. Otherwise return `function`
+    itself.
 
     Functions of torch that are written in Python pass to a torch function mode what is found under their own name, in
     place of themselves. The mode must not call a replacement again, from which they were called.

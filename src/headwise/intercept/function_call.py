@@ -37,7 +37,7 @@ QUERIES: frozenset[Callable[..., Any]] = frozenset(
 
 @dataclass(slots=True, eq=False)
 class FunctionCall:
-    """A call of a torch function with its arguments.
+    """One call of a torch function: the function and its arguments. The call can be repeated with other tensors.
 
     Attributes:
         function: the function.
@@ -55,7 +55,9 @@ class FunctionCall:
         self.tensors = tensors_among((*self.args, *self.kwargs.values()))
 
     def replaced(self, before: Any, after: Any) -> "FunctionCall":
-        """Return the call with the object `before` replaced by `after` wherever it is an argument."""
+        """Return the same call with the object `after` in place of the argument `before`, also inside lists, tuples and
+        dicts.
+        """
         args: list[Any] = _replaced(self.args, before, after)
         return FunctionCall(self.function, tuple(args), _replaced(self.kwargs, before, after))
 
@@ -64,8 +66,8 @@ class FunctionCall:
         return self.function(*self.args, **self.kwargs)
 
     def as_function_of(self, tensor: Tensor) -> Callable[[Tensor], Any]:
-        """Return a function that repeats the call with another tensor in place of the argument `tensor`. It does not
-        keep `tensor` in memory.
+        """Return a function that repeats this call with a new tensor in place of its argument `tensor`. The returned
+        function does not keep `tensor` in memory.
         """
         placeholder = object()
         template = self.replaced(tensor, placeholder)
@@ -73,7 +75,7 @@ class FunctionCall:
 
 
 def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among arguments or results, and those in lists, tuples and dicts among them."""
+    """Return all tensors in `arguments`, also those inside nested lists, tuples and dicts."""
     tensors: list[Tensor] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -87,8 +89,8 @@ _CONTAINERS = (tuple, list, dict)
 
 
 def _replaced(argument: Any, before: Any, after: Any) -> Any:
-    """Return `argument` with the object `before` replaced by `after` wherever it occurs, also inside nested lists,
-    tuples and dicts. Lists and tuples are returned as lists, unless nothing in them is replaced.
+    """Return `argument` with the object `after` in place of the object `before`, also inside nested lists, tuples and
+    dicts. Where something is replaced, tuples become lists.
     """
     if isinstance(argument, list | tuple):
         elements = [_replaced(element, before, after) for element in argument]

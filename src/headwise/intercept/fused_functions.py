@@ -13,8 +13,9 @@ NAME_PARTS = ("attention", "attn", "transformer_encoder_layer_fwd")
 
 
 def report_fused(call: FunctionCall, module_calls: list[ModuleCall]) -> None:
-    """If a function that a model called is a fused attention function, name the module that called it to the
-    interceptors. It is one if its name says so, and three of its arguments can be queries, keys and values.
+    """Report the running module to the interceptors as unreadable if `call` is a call of a fused attention function.
+    Its name must contain a term such as "attention". At least three of its arguments must have a shape and dtype that
+    queries, keys and values can have.
     """
     name = _attention_name(call.function)
     if name is None or sum(_may_be_heads(argument) for argument in (*call.args, *call.kwargs.values())) < 3:
@@ -26,12 +27,14 @@ def report_fused(call: FunctionCall, module_calls: list[ModuleCall]) -> None:
 
 @cache
 def _attention_name(function: Any) -> str | None:
-    """Return the name of a function if it is called attention; None for other functions."""
+    """Return the name of a function if the name contains "attention", "attn", or torch's name of its fused encoder
+    layer. Return None for other functions.
+    """
     name = getattr(function, "__name__", "").removesuffix(".default")
     name = name if isinstance(name, str) else str(function)
     return name if any(part in name.lower() for part in NAME_PARTS) else None
 
 
 def _may_be_heads(argument: Any) -> bool:
-    """Return True for a floating-point tensor of at least two axes, as queries, keys and values are."""
+    """Return True if an argument can be queries, keys or values: a floating-point tensor with at least two axes."""
     return isinstance(argument, Tensor) and argument.ndim >= 2 and argument.is_floating_point()

@@ -18,7 +18,8 @@ from headwise.shapes import Float
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Roles of the axes in which a model computes the outputs of heads, as factors of these axes.
+    """Layout of an attention output as a model computes it: which axes, or parts of axes, are the heads, the queries
+    and the values. All other axes are sequences.
 
     Attributes:
         shape: shape of the tensor of outputs.
@@ -39,28 +40,28 @@ class HeadLayout:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Numbers of sequences, heads and queries."""
+        """Number of sequences, number of heads and number of queries, in this order."""
         sizes, _, (batch, heads, queries) = self._split(1)
         by_role = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
         return by_role[0], by_role[1], by_role[2]
 
     @property
     def is_usual(self) -> bool:
-        """True for the axes `(batch, heads, queries, values)`."""
+        """True if the axes of the tensor are `(batch, heads, queries, value_dim)` in this order."""
         heads = (Factor(1, 1, self.shape[1]),) if self.shape[1] > 1 else ()
         return len(self.shape) == 4 and (self.value_axis, self.query_axes, self.heads) == (3, (2,), heads)
 
     def by_head(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in the layout of the model with axes `(batch, heads, queries, value_dim)`. The last axis may
-        be another one in place of the values, such as the keys.
+        """Return a tensor that has this layout with its axes rearranged to `(batch, heads, queries, value_dim)`. The
+        axis of the values may have another size and meaning, such as the keys.
         """
         sizes, order, (batch, heads, queries) = self._split(tensor.shape[self.value_axis])
         shape = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
         return tensor.reshape(sizes).permute(order).reshape(*shape, tensor.shape[self.value_axis])
 
     def from_heads(self, tensor: Float[Tensor, "batch heads queries width"]) -> Tensor:
-        """Return a tensor with axes of sequences, heads, queries and values in the layout of the model; the inverse of
-        `by_head`.
+        """Return a tensor `(batch, heads, queries, width)` with its axes rearranged to this layout, the one of the
+        model. This is the inverse of `by_head`.
         """
         sizes, order, _ = self._split(tensor.shape[-1])
         inverse = [order.index(axis) for axis in range(len(order))]
@@ -69,8 +70,9 @@ class HeadLayout:
         return tensor.reshape([sizes[axis] for axis in order]).permute(inverse).reshape(shape)
 
     def _split(self, width: int) -> tuple[list[int], list[int], tuple[list[int], list[int], list[int]]]:
-        """Return the sizes of all axes after those that contain heads are split, the order of these axes by role, and
-        the axes of the sequences, the heads and the queries. `width` is the size of the axis of values.
+        """Split the axes that contain heads together with something else into separate axes. Return the sizes of the
+        resulting axes, and their order by role: sequences, heads, queries, values. Also return which axes are
+        sequences, which are heads and which are queries. `width` is the size of the axis of values.
         """
         sizes: list[int] = []
         batch: list[int] = []
@@ -98,8 +100,9 @@ class HeadLayout:
 def merged_layout(
     axes: Axes, features: Collection[int], shape: torch.Size, value_axis: int, query_axes: tuple[int, ...]
 ) -> HeadLayout | None:
-    """Return the layout of an attention output whose values have become features, possibly with the heads; None if the
-    features are not the values of whole heads.
+    """Return which axes of an attention output are the heads, from a tensor that the output was reshaped to. The axes
+    `features` of this tensor contain the values, and usually the heads. Return None if they do not contain all values
+    of whole heads.
 
     Args:
         axes: axes of the tensor that the output has become.
@@ -128,16 +131,16 @@ def merged_layout(
 
 
 def _are_mixed(axes: Axes, features: Collection[int], query_axes: tuple[int, ...]) -> bool:
-    """Return True if an axis of a tensor, other than its features, contains queries together with something else, such
-    as heads that were not moved to the features.
+    """Return True if some axis of a tensor, other than the `features`, contains queries together with something else.
+    That may be heads that were not merged with the features.
     """
     origins = [{factor.axis for factor in axes[axis]} for axis in range(len(axes)) if axis not in features]
     return any(origin.intersection(query_axes) and len(origin) > 1 for origin in origins)
 
 
 def merged_axis(axes: Axes, value_axis: int) -> int | None:
-    """Return the axis of a tensor in which the values of an attention output are merged with another axis; None if
-    there is none.
+    """Return the axis of a tensor that contains the values of an attention output merged with another axis of this
+    output, such as the heads. Return None if there is none.
     """
     for axis, factors in enumerate(axes):
         if {factor.axis for factor in factors} > {value_axis}:

@@ -52,10 +52,10 @@ class Heads(SiteRegistry):
 
     @property
     def details(self) -> dict[str, CapturedWeights]:
-        """Captured attention weights of the last call at each site (an attention module, self or cross), by module
-        path. If a module computes several layers itself, the keys of the others are the path with their number, such
-        as `blocks[1]`. If a module has both kinds, the key of its cross-attention is followed by `", cross"`. The dict
-        is empty if no capture was requested.
+        """Attention weights captured in the last call at each site (attention module, self or cross), by module path.
+        If a module computes several layers itself, the keys of its further layers have a number, such as `blocks[1]`.
+        If a module computes self- and cross-attention, the key of the latter ends with `", cross"`. The dict is empty
+        if no capture was requested.
         """
         details = {}
         for record in self.records:
@@ -93,7 +93,7 @@ class Heads(SiteRegistry):
         return require("pandas", purpose="a table", extra="tables").DataFrame(self.rows())
 
     def columns(self) -> Columns:
-        """Return the statistics of each head as columns of a page.
+        """Return the statistics of all heads as a `Columns` object, from which headwise draws pages and plots.
 
         Raises:
             InputError: the model did not run, or no attention was intercepted.
@@ -108,14 +108,14 @@ class Heads(SiteRegistry):
         return Columns(model, "watched calls", places, statistics, estimates_of(table), (None,) * len(places))
 
     def _repr_html_(self) -> str:
-        """Return the statistics of each head and their page for a notebook."""
+        """Return HTML that shows the statistics of all heads in a notebook."""
         if not self.ran or not self.records:
             return "<p>The model did not run while it was watched, or no attention was intercepted.</p>"
         columns = self.columns()
         return notebook_html(f"{len(columns.places)} heads of {columns.model}", columns, columns.contents())
 
     def received(self) -> dict[tuple[int, int], Float[Tensor, " keys"]]:
-        """Return the mean attention that the key at each position received, for each head by `(layer, head)`.
+        """Return the mean attention weight that each key position received, as one tensor per head, by `(layer, head)`.
 
         Positions are those of the keys of the latest call at the head's module, with calls that continued each other
         counted as one. For a sequence, the number is the mean weight of a key over the query rows that may attend to it
@@ -149,8 +149,8 @@ class Heads(SiteRegistry):
         top: int | None = None,
         ax: Any = None,
     ) -> "Axes":
-        """Draw a plot of the observed heads, and return its matplotlib axes. Notebooks display these;
-        `ax.figure.savefig("x.svg")` saves the plot as SVG, PDF or PNG.
+        """Draw a plot of statistics of the observed heads, and return its matplotlib axes. Notebooks show the plot;
+        `ax.figure.savefig("x.svg")` saves it as SVG, PDF or PNG.
 
         | kind       | plot                                                                                     |
         | ---------- | ---------------------------------------------------------------------------------------- |
@@ -185,7 +185,9 @@ class Heads(SiteRegistry):
         return plot_kind(kinds, kind, ax, statistic=statistic, against=against, heads=heads, errors=errors, top=top)
 
     def _draw_received(self, heads: Any = None, *, ax: Any = None) -> "Axes":
-        """Draw the attention that each position received in the latest call, for all or some heads."""
+        """Draw, for all or some heads, the mean attention weight that each key position received in the latest call.
+        Return the matplotlib axes.
+        """
         received = {head: means.tolist() for head, means in self.received().items()}
         if not received:
             raise InputError("kind", expected="modules with the statistic received", got="none")
@@ -193,8 +195,9 @@ class Heads(SiteRegistry):
 
 
 def _estimates(record: SiteRecord, name: str) -> list[tuple[float, float, float]]:
-    """Return mean, standard error and number of sequences of a statistic of each head; NaN if it was not measured.
-    Sequences to which the module attended several times count once.
+    """Return, for each head of a site (attention module, self or cross), the mean and standard error of the statistic
+    `name`, and the number of sequences. Mean and error are NaN if the statistic was not measured. A sequence to which
+    the module attended several times counts once.
     """
     moments = record.statistics.get(name)
     if moments is None:

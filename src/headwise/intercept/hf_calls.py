@@ -49,7 +49,7 @@ READABLE = ("sdpa", "eager")
 
 @dataclass(frozen=True, eq=False)
 class HFCall:
-    """A call of an attention function of `transformers`.
+    """One call of an attention function of `transformers`, with the arguments that the model passes.
 
     Attributes:
         implementation: name of the function, such as "sdpa".
@@ -76,7 +76,7 @@ class HFCall:
     def of(
         implementation: str, attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> "HFCall":
-        """Return a call with these arguments, which may be passed by position or by name."""
+        """Return a call of the function `attention`. `args` and `kwargs` are the arguments, by position and by name."""
 
         def read(
             module: nn.Module,
@@ -91,15 +91,16 @@ class HFCall:
         return read(*args, **kwargs)
 
     def run(self, **changes: Any) -> Any:
-        """Compute the call as the model does, with other options if some are named. Return the output `(batch, queries,
-        heads, value_dim)`, the weights or None, and possibly more.
+        """Call the attention function of `transformers` with the model's own arguments; `changes` replace some of them.
+        Return the function's result: the output `(batch, queries, heads, value_dim)`, the weights or None, and possibly
+        more.
         """
         return self.attention(*self.args, **{**self.kwargs, **changes})
 
     @property
     def is_causal(self) -> bool:
-        """True if the function hides later keys where it receives no mask. SDPA does, unless the option or attribute
-        `is_causal` of call or module states otherwise; eager attention does not.
+        """True if the attention function hides later keys when it receives no mask. SDPA does, unless the argument
+        `is_causal` of the call, or else the attribute `is_causal` of the module, is False. Eager attention does not.
         """
         option = self.options.get("is_causal")
         is_causal = getattr(self.module, "is_causal", True) if option is None else option
@@ -107,7 +108,9 @@ class HFCall:
 
     @property
     def score_options(self) -> dict[str, Any]:
-        """Options of the call, by their names in `headwise.attend`, for the implementations "sdpa" and "eager"."""
+        """Scale, softcap, sinks and dropout of the call, as arguments of `headwise.attend`. They are valid for the
+        implementations "sdpa" and "eager".
+        """
         return {
             "scale": self.options.get("scaling"),
             "softcap": self.options.get("softcap"),
@@ -116,7 +119,9 @@ class HFCall:
         }
 
     def require_readable(self) -> None:
-        """Raise `InputError` unless the implementation is one whose masks are tensors."""
+        """Raise `InputError` unless the model uses an attention implementation whose masks are tensors: "sdpa" or
+        "eager".
+        """
         if self.implementation not in READABLE:
             raise InputError(
                 "model",
@@ -127,7 +132,8 @@ class HFCall:
 
 
 class ModuleAttention(ABC):
-    """Attention of one module of a model of `transformers`, computed in place of the library's attention function.
+    """Base class of objects that compute the attention of one module of a `transformers` model, in place of the
+    library's own attention function.
 
     Args:
         path: path of the module in the model.
@@ -138,20 +144,24 @@ class ModuleAttention(ABC):
 
     @abstractmethod
     def compute(self, call: HFCall) -> Tensor:
-        """Return the output `(batch, queries, heads, value_dim)` of a call of the module."""
+        """Return the output `(batch, queries, heads, value_dim)` of one attention call of the module."""
 
     def on_start(self, module: nn.Module, args: Any) -> None:
-        """Reset the count of computed calls; a forward pre-hook of the module."""
+        """Forward pre-hook of the module: set the number of attention calls that this object computed to 0."""
         self._calls = 0
 
     def on_end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of the module: raise `InputError` if its attention was not computed here."""
+        """Forward hook of the module: raise `InputError` if the module did not call this object to compute its
+        attention.
+        """
         if not self._calls:
             expected = f"one attention function of transformers in {self.path}, without hw.watch or hw.gate"
             raise InputError("model", expected=expected, got=type(module).__name__)
 
     def answer(self, call: HFCall) -> tuple[Tensor, None]:
-        """Return what an attention function returns: the output of the call, and no weights."""
+        """Return the output of an attention call, and None in place of the weights, as attention functions of
+        `transformers` do.
+        """
         if call_stack.intercepts:
             expected = "a model without hw.watch or hw.gate while its heads are restricted"
             raise InputError("model", expected=expected, got=f"an intercepted call in {self.path}")
@@ -165,8 +175,8 @@ module_attentions: dict[nn.Module, ModuleAttention] = {}
 
 @contextmanager
 def computing(model: nn.Module, attentions: Iterable[ModuleAttention]) -> Iterator[None]:
-    """Let `attentions` compute the attention of their modules of a model while the context is open. All code runs as
-    without `torch.compile`, since code compiled earlier would not call them.
+    """Return a context in which each of `attentions` computes the attention of its module of `model`. Within the
+    context nothing runs as compiled by `torch.compile`, since compiled code would not call these objects.
 
     Raises:
         InputError: the attention of a module is computed so already, or the calling code is being compiled. Inside of
@@ -190,7 +200,7 @@ def computing(model: nn.Module, attentions: Iterable[ModuleAttention]) -> Iterat
 
 @contextmanager
 def without_compiled_code() -> Iterator[None]:
-    """Run all code as without `torch.compile` while the context is open.
+    """Return a context in which code that `torch.compile` has compiled runs uncompiled.
 
     Raises:
         InputError: the calling code is itself being compiled.
@@ -207,9 +217,9 @@ def without_compiled_code() -> Iterator[None]:
 
 
 def _replacements() -> Iterator[Replacement]:
-    """Yield the replacement of `AttentionInterface.get_interface`, the method of `transformers` that looks up an
-    attention function, if the library is loaded. Functions that the replacement returns compute the same as before
-    outside of intercepted models and of modules with a `ModuleAttention`.
+    """Yield a replacement of the method by which `transformers` looks up an attention function, if the library is
+    loaded. The replacement returns attention functions that can be intercepted. They compute the same as before outside
+    of intercepted models and of modules with a `ModuleAttention`.
     """
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
@@ -241,9 +251,9 @@ dispatch_patches = Patches(_replacements)
 
 
 def _intercepted_call(call: HFCall) -> Any:
-    """Compute a call inside an intercepted model and return its result: the output `(batch, queries, heads,
-    value_dim)`, the weights or None, and possibly more. The interceptors observe the attention weights and may change
-    the head outputs.
+    """Compute an attention call of `transformers` inside an intercepted model. The interceptors observe the attention
+    weights and may change the head outputs. Return the output `(batch, queries, heads, value_dim)`, the weights or
+    None, and possibly more.
     """
     implementation, q, k, v, mask, options = call.implementation, call.q, call.k, call.v, call.mask, call.options
     others: list[Any] = [None]  # what the function returns in addition to the output
@@ -300,9 +310,9 @@ def _intercepted_call(call: HFCall) -> Any:
 
 
 def _as_added(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
-    """Return the mask of a call as the attention function adds it to the scores, if that matters for rows in which the
-    mask hides all keys: together with a position bias, a boolean mask is added as large negative numbers. Other masks
-    are returned unchanged.
+    """Return the mask of a call in the form in which the attention function adds it to the scores. If there is a
+    position bias, and a boolean mask hides all keys of some row, `transformers` adds the mask as large negative
+    numbers. In all other cases, return the mask unchanged.
     """
     if mask is None or position_bias is None or mask.is_floating_point() or bool(mask.any(-1).all()):
         return mask
@@ -310,14 +320,14 @@ def _as_added(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | Non
 
 
 def _is_own_sdpa(attention: Callable[..., Any]) -> bool:
-    """Return True if `attention` is the function of `transformers` that calls torch's SDPA."""
+    """Return True if `attention` is the original function by which `transformers` calls torch's SDPA."""
     library = sys.modules.get("transformers.integrations.sdpa_attention")
     return attention is getattr(library, "sdpa_attention_forward", None)
 
 
 def _without_dropout(call: HFCall) -> tuple[Tensor, Tensor | None]:
-    """Compute a call without dropout. Return the head outputs with axes `(batch, heads, queries, value_dim)`, and the
-    weights, or None if the function returns none.
+    """Repeat an attention call without dropout. Return the head outputs `(batch, heads, queries, value_dim)` and the
+    weights; the weights are None if the function returns none.
     """
     path = call_stack.module_calls[-1].path
     out, weights, *_ = call_without_dropout(call.attention, call.args, call.kwargs, call.q.device, path)
@@ -348,8 +358,9 @@ def _problem_of(call: HFCall) -> Problem:
 
 
 def _zeros_in_hidden_rows(weights: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the attention weights of an eager attention function with 0 in the rows where an additive mask hides every
-    key; the function's softmax attends uniformly there. Without an additive mask, return them unchanged.
+    """Return attention weights of an eager attention function, with 0 in every row where an additive mask hides all
+    keys. The function's own softmax attends uniformly in such rows. Without an additive mask, return the weights
+    unchanged.
     """
     if mask is None or not mask.is_floating_point():
         return weights

@@ -14,19 +14,20 @@ from headwise.shapes import Bool, Int
 
 
 def shaped_as_padding(arguments: Iterable[Mapping[str, Any]], batch: int, keys: int) -> list[Tensor]:
-    """Return the arguments of the modules around a call that have the shape `(batch, keys)` of a padding mask, those of
-    the innermost module first.
+    """Return those arguments of the running modules around an attention call that have the shape `(batch, keys)` of a
+    padding mask. Arguments of the innermost module come first.
     """
     values = [value for module_arguments in arguments for value in module_arguments.values()]
     return [value for value in values if isinstance(value, Tensor) and value.shape == (batch, keys)]
 
 
 def without_unselected(facts: MaskFacts, received: ReceivedMask, arguments: Iterable[Tensor], batch: int) -> MaskFacts:
-    """Return the facts about a mask, where keys that are hidden from all rows count as seen unless they are padding.
+    """Return the facts about a mask (which keys are seen, and more) with a change for keys that the mask hides from all
+    rows. Such a key stays hidden only if it is padding; otherwise it counts as seen.
 
-    They are padding if the rest of the mask follows from positions: each row sees an interval of the other keys, or the
-    same keys as in other sequences with other hidden keys. Otherwise, as in top-k attention, only those of them are
-    padding that a padding mask among the arguments of a module marks.
+    The hidden keys are padding if the rest of the mask follows from positions: each row sees an interval of the other
+    keys, or the same keys as in other sequences with other hidden keys. Otherwise, as in top-k attention, a hidden key
+    is padding only if a padding mask among the arguments of a module marks it.
 
     Args:
         facts: facts about the mask.
@@ -42,7 +43,9 @@ def without_unselected(facts: MaskFacts, received: ReceivedMask, arguments: Iter
 
 
 def _follows_from_positions(facts: MaskFacts, received: ReceivedMask) -> bool:
-    """Return True if each head of a mask hides keys by position, in addition to those that it hides from all rows."""
+    """Return True if, apart from keys that are hidden from all rows, each head of a mask hides keys by their position,
+    not by their content.
+    """
     if received.has_equal_rows:
         return True
     is_seen, counted = facts.is_seen, facts.sees_any
@@ -65,21 +68,25 @@ def _follows_from_positions(facts: MaskFacts, received: ReceivedMask) -> bool:
 
 
 def _ends(visible: Bool[Tensor, "*rows keys"]) -> tuple[Int[Tensor, "*rows"], Int[Tensor, "*rows"]]:
-    """Return the first and the last key that each row sees; any keys for a row that sees none."""
+    """Return the index of the first and of the last key that each query row sees. For a row that sees no key, the
+    indices are arbitrary.
+    """
     numbers = visible.to(torch.uint8)
     return numbers.argmax(-1), visible.shape[-1] - 1 - numbers.flip(-1).argmax(-1)
 
 
 def _increases(keys: Int[Tensor, "#batch heads rows"], counted: Bool[Tensor, "#batch 1 rows"]) -> bool:
-    """Return True if no counted row has a smaller key than a counted row before it."""
+    """Return True if the key indices in `keys` never decrease from one query row to a later one. Only rows where
+    `counted` is True are compared.
+    """
     return bool((keys.masked_fill(~counted, -1).cummax(-1).values <= keys).logical_or(~counted).all())
 
 
 def _marked_as_padding(
     hidden: Bool[Tensor, "batch keys"], arguments: Iterable[Tensor]
 ) -> Bool[Tensor, "batch keys"] | None:
-    """Return True at the keys that a padding mask among the arguments of a module marks, if all of these are hidden;
-    None without such a mask.
+    """Return True at the keys that a padding mask marks as padding. `arguments` may contain such masks; the first one
+    whose marked keys are all in `hidden` is used. Return None if there is none.
     """
     for value in arguments:
         if not bool(((value == 0) | (value == 1) | (value <= -HIDING_DIFFERENCE)).all()):

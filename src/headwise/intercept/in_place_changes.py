@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 class TensorVersions:
-    """Versions of tensors at one moment. Torch counts the changes of a tensor in place as versions, except in inference
-    mode.
+    """Version counters of some tensors, stored when this object is created. Torch increments a tensor's counter at each
+    in-place change, except in inference mode.
 
     Args:
         tensors: the tensors.
@@ -17,7 +17,7 @@ class TensorVersions:
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def have_changed(self) -> bool:
-        """Return True if one of the tensors was changed in place since that moment."""
+        """Return True if one of the tensors was changed in place since this object was created."""
         return any(tensor._version != version for tensor, version in self._versions)
 
 

@@ -30,7 +30,8 @@ def intercepted(
     *,
     runs_eagerly: bool = False,
 ) -> Iterator[None]:
-    """Report every attention call of `model` within the context, in any thread, to `interceptor`.
+    """Return a context in which every attention call of `model`, in any thread, is reported to `interceptor`, which may
+    observe or change it.
 
     Hooks and patches are removed when the context ends, also after an exception. Contexts may be nested, for one model
     or several. What activation checkpointing repeats in a backward pass, also after the context, is changed by
@@ -64,8 +65,8 @@ def intercepted(
 
 
 def require_uncompiled(model: nn.Module) -> None:
-    """Raise `InputError` if a module of a model is compiled or scripted, so that its calls do not pass through
-    Python.
+    """Raise `InputError` if a module of the model is compiled or scripted. Calls of such modules do not pass through
+    Python, so they cannot be intercepted.
     """
     for path, module in model.named_modules():
         place = f" at {path}" if path else ""
@@ -82,8 +83,8 @@ def require_uncompiled(model: nn.Module) -> None:
 
 
 class HooksAndPatches:
-    """Context in which the modules of one model have the hooks that report to one interceptor, and functions of torch
-    are patched. It may be entered again before it is left; the last exit removes the hooks.
+    """Context that intercepts one model: hooks on its modules report to one interceptor, and functions of torch are
+    replaced. A context that is active may be entered again; the last exit removes hooks and replacements.
 
     Attributes:
         interceptor: the interceptor.

@@ -18,7 +18,8 @@ from headwise.statistics.attend_observed import WholeCall
 
 
 class SiteKey(NamedTuple):
-    """One place where a model attends: a module, in self-attention or in cross-attention.
+    """Name of one place where a model attends: the path of an attention module, and whether it is self- or
+    cross-attention.
 
     Attributes:
         path: path of the innermost module that computes the attention.
@@ -32,20 +33,21 @@ class SiteKey(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Name of the place in results and gates: the module's path, followed by the number of the part in brackets,
-        such as `blocks[1]`, except for the first part.
+        """Name of the place, as shown in results and used for gates: the module's path. If the module computes several
+        attention layers, the number of the layer follows in brackets, such as `blocks[1]`, except for the first one.
         """
         return f"{self.path}[{self.part}]" if self.part else self.path
 
     @staticmethod
     def path_of(label: str) -> str:
-        """Return the module path in a label of a place."""
+        """Return the module path in a label such as `blocks[1]`, that is the label without the number in brackets."""
         return re.sub(r"\[\d+\]$", "", label)
 
 
 class InputSources(NamedTuple):
-    """Inputs of the model on which tensors of one attention call depend, and mixing steps on the way, as bits of whole
-    numbers; 0 if a tensor depends on no input, or if this is unknown.
+    """Sources on which the queries and keys of one attention call depend. A source is an input of the model, or a
+    result in which tokens were mixed, such as an output of earlier attention. A set of sources is stored as the bits of
+    an int; it is 0 if it is empty or unknown.
 
     Attributes:
         of_queries: sources of the queries.
@@ -64,8 +66,9 @@ class InputSources(NamedTuple):
 
     @property
     def has_new_keys(self) -> bool:
-        """True if the running call of the model is known to have computed all keys, so that none is cached: keys and
-        queries are projections of as many tokens. Keys may also be projections of cached latents.
+        """True if it is known that no key is cached, since the running call of the model has computed all of them. That
+        is so if keys and queries are projections of equally many tokens. The keys may still be projected from cached
+        latents.
         """
         tokens = self.tokens
         if self.is_recurrent or tokens is None or tokens.queries.linear_map.shape != tokens.keys.linear_map.shape:
@@ -119,8 +122,8 @@ class Call:
     module_arguments: tuple[Mapping[str, Any], ...] = ()
 
     def mask(self) -> ReceivedMask | None:
-        """Return the mask that this attention call received, with large negative numbers read as hidden keys; None if
-        it is unknown.
+        """Return the mask that this attention call received, or None if it is unknown. Large negative numbers of an
+        additive mask count as hidden keys.
         """
         return self.mask_source.read()
 
@@ -157,8 +160,9 @@ NO_EFFECT = Observation(lambda row_block: None, CallContext(), lambda: None)
 
 
 class HeadOutput(NamedTuple):
-    """Output of all heads in one attention call, before the output projection, and functions that compute the same
-    heads' outputs under uniform attention (equal weights for all visible keys), and state the call as a `Problem`.
+    """Output of all heads in one attention call, before the output projection. Two functions come with it: one computes
+    the same heads' outputs under uniform attention (equal weights for all visible keys). The other returns the call as
+    a `Problem`, headwise's form of its tensors and options.
 
     Attributes:
         out: output of each head.
@@ -182,38 +186,43 @@ class Interceptor:
     """
 
     def on_model_call(self) -> None:
-        """Handle the start of a call of the intercepted model; by default do nothing."""
+        """Method that is called when a call of the intercepted model starts. By default it does nothing."""
 
     def on_module_call(self, path: str) -> None:
-        """Handle the start of a call of the module at `path` in the intercepted model; by default do nothing. `path` is
-        empty if the module is the model itself.
+        """Method that is called when a call of the module at `path` in the intercepted model starts. The path of the
+        model itself is empty. By default it does nothing.
         """
 
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
-        """Handle the end of a call of the module at `path`, with its arguments by name and its output; by default do
-        nothing. The output is None if the call raised an exception.
+        """Method that is called when a call of the module at `path` ends, with the call's arguments by name and its
+        output. The output is None if the call raised an exception. By default the method does nothing.
         """
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Handle a computation in the module at `path` that looks like attention and is not observed or changed, or
-        that was observed before the model used its output as no output of heads; by default do nothing. The `reason` is
-        the start of a sentence that ends with module paths, such as `NOT_SEEN`.
+        """Method that is called if the module at `path` computes something like attention that cannot be observed or
+        changed. It is also called if attention was reported already, and the model then uses its output in a way that
+        contradicts the report. `reason` is the start of a sentence that ends with module paths. By default the method
+        does nothing.
         """
 
     def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
-        """Handle that a function maps the outputs of heads in the module at `path` linearly, with these parameters of
-        the model; by default do nothing.
+        """Method that is called if the model applies a linear map to the head outputs of the module at `path`.
+        `weights` are the parameters that the map reads. By default it does nothing.
         """
 
     def on_left_out(self, path: str, reason: str) -> None:
-        """Handle that some statistics of the attention in the module at `path` are left out, for `reason`; by default
-        do nothing. The reason is the start of a sentence that ends with module paths.
+        """Method that is called if some statistics of the attention in the module at `path` are left out. `reason` is
+        the start of a sentence that ends with module paths. By default the method does nothing.
         """
 
     def observe(self, call: Call) -> Observation | None:
-        """Return the functions that observe the attention weights of `call`; None, the default, to observe nothing."""
+        """Return the functions that observe the attention weights of `call`. Return None, the default, to observe
+        nothing.
+        """
         return None
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that changes the head outputs of `call`; None, the default, to leave them unchanged."""
+        """Return the function that changes the head outputs of `call`. Return None, the default, to leave them
+        unchanged.
+        """
         return None

@@ -18,8 +18,9 @@ from headwise.intercept.score_products import CONCATENATIONS
 
 
 def refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutput]]) -> None:
-    """Refuse the attention outputs, or the parts of one, that a function call adds to each other or chooses between,
-    before they are projected: no head has columns of the output projection of its own.
+    """Exclude attention outputs from the results if a function call adds them to each other, or selects elements from
+    several of them, before the output projection. Then no head has columns of the projection for itself. The same holds
+    for parts of one output.
 
     Args:
         call: the call.
@@ -45,9 +46,10 @@ def refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutpu
 
 
 def refuse_concatenated_heads(call: FunctionCall) -> None:
-    """Refuse attention outputs that a call of a function concatenates along the features, if they are parts of one
-    output or outputs of several attention calls of one module: they are heads, or groups of heads. Refuse outputs that
-    were reported if it concatenates parts of them along the heads, perhaps in another order.
+    """Exclude attention outputs from the results if a function call concatenates them as features, and they may be
+    single heads or groups of heads. They may be if they are parts of one output, or outputs of several calls of one
+    module. Also exclude an output that was already reported if parts of it are concatenated along its heads, since
+    their order may change.
     """
     outputs: list[AttentionOutput] = []
     reported: list[tuple[AttentionOutput, bool]] = []

@@ -9,9 +9,9 @@ from headwise.intercept.interceptor import SiteKey
 
 
 def layer_numbers(modules: Mapping[str, nn.Module], own_numbers: Mapping[SiteKey, int | None]) -> list[int]:
-    """Return one layer number for each site where a model attends. These are the numbers that the model stores, if none
-    is missing and all are distinct. Otherwise they count the attention modules of the model, whether these ran or not.
-    If a site is none of these modules, or if several sites are in one, they count the sites.
+    """Return one layer number for each site (attention module, self or cross). If the modules store distinct layer
+    numbers, and none is missing, return these. Otherwise number all attention modules of the model from 0, including
+    those that did not run. If that gives no distinct number for each site, number the sites from 0.
 
     Args:
         modules: all modules of the model by path.
@@ -26,8 +26,8 @@ def layer_numbers(modules: Mapping[str, nn.Module], own_numbers: Mapping[SiteKey
 
 
 def layer_number_of(module: nn.Module) -> int | None:
-    """Return the layer number that a model stores in an attention module, as its attribute `layer_idx`; None if there
-    is no such whole number.
+    """Return the layer number that an attention module stores as its attribute `layer_idx`. Return None if the
+    attribute is missing or not a whole number.
     """
     number = getattr(module, "layer_idx", None)
     return number if isinstance(number, int) and not isinstance(number, bool) else None
@@ -49,7 +49,8 @@ def innermost_attention_modules(modules: Mapping[str, nn.Module], paths: Collect
 
 
 def module_path_of_layer(model: nn.Module, layer: int | str) -> str:
-    """Return the path of the attention module of a layer, the first of `module_paths_of_layer`.
+    """Return the path of the attention module of the layer with number `layer`, or the path itself if `layer` is a
+    module path. If several modules fit, return the most probable one.
 
     Raises:
         InputError: the model has no such layer or module.
@@ -59,7 +60,8 @@ def module_path_of_layer(model: nn.Module, layer: int | str) -> str:
 
 def module_paths_of_layer(model: nn.Module, layer: int | str) -> list[str]:
     """Return the paths of the modules that may be the attention module of a layer, the most probable one first. There
-    are several if layer numbers depend on which modules run, as in a model of images and text that receives text only.
+    are several if layer numbers depend on which modules run. An example is a model of images and text that receives
+    text only.
 
     If `layer` is a string, it is already a module path, possibly with the number of one of the module's layers, such as
     `blocks[1]`. It is returned if the model has a module there. If `layer` is a number, it is one of the layer numbers

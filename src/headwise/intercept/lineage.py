@@ -24,7 +24,8 @@ from headwise.intercept.token_numbers import TokenNumbers
 
 
 class Lineage:
-    """Origins of the tensors of one running model, in one thread.
+    """Record of the sources of each tensor in a running model, that is the tensors on which it depends. They show
+    whether attention is self- or cross-attention. The record is for one thread.
 
     Attributes:
         given: sources that are arguments of the outermost running module.
@@ -48,8 +49,9 @@ class Lineage:
         self.restart()
 
     def restart(self, given: Iterable[Any] = ()) -> None:
-        """Forget all tensors and sources. The tensors among `given`, the arguments of a module call that starts, are
-        the first new sources. Only the weights that computed the tensors of the call before are still known.
+        """Start the record of a new model call: discard all tensors and sources. The tensors in `given`, the arguments
+        of that call, become the first sources. For tensors of the previous call, only the weights that computed them
+        are still known.
         """
         self._origins_before = self._origins or self._origins_before
         self._origins = TensorMap()
@@ -66,8 +68,9 @@ class Lineage:
         self.outside = 0
 
     def record(self, call: FunctionCall, result: Any, module_calls: Sequence[ModuleCall]) -> None:
-        """Record the origin of the `result` of a function call: the origins of its arguments together, except for
-        linear maps, products and concatenations, unless these are of the features of the same tokens.
+        """Record the origin (sources) of the `result` of a function call. By default these are the sources of all
+        arguments together. Linear maps, products and concatenations have rules of their own, except for concatenations
+        of features of the same tokens.
 
         Args:
             call: the call.
@@ -96,9 +99,10 @@ class Lineage:
             self.set(base, union_of((self.origin(base, module_calls), origin)))
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[ModuleCall]) -> None:
-        """Record the origin of the `output` of a module where it is unknown, as the module computed it by other
-        functions than torch's: the origins of the module's `arguments` together, after a linear map. If these have
-        different contents, the module is a mixing step. The last of the running modules is the module.
+        """Record the origin (sources) of a module's `output` if it is unknown, since the module computed it by
+        functions outside of torch. The sources are those of all `arguments`, and the module counts as a linear map. If
+        the arguments have different sources, the module itself is another source. `module_calls` ends with the call of
+        this module.
         """
         unknown = [tensor for tensor in tensors_among((output,)) if self._origins.get(tensor) is None]
         if not unknown:
@@ -114,8 +118,8 @@ class Lineage:
             self.set(tensor, Origin(sources, maps=frozenset([module])))
 
     def origin(self, tensor: Tensor, module_calls: Sequence[ModuleCall]) -> Origin:
-        """Return the origin of a tensor. If it is not the result of a recorded function, it is a new source: a
-        parameter or buffer of one of the running modules, or a tensor from outside.
+        """Return the origin (sources) of a tensor. A tensor that no recorded function has computed is a source itself:
+        a parameter or buffer of a running module, or a tensor from outside of the model call.
         """
         known = self._origins.get(tensor)
         if known is not None:
@@ -134,15 +138,18 @@ class Lineage:
         return Origin(joined=bit)
 
     def set(self, tensor: Tensor, origin: Origin) -> None:
-        """Store the origin of a tensor for as long as the tensor exists."""
+        """Store the origin (sources) of a tensor. The entry disappears when the tensor no longer exists."""
         self._origins.set(tensor, origin)
 
     def set_attended(self, out: Tensor, origins: CallOrigins) -> None:
-        """Store the origin of the head outputs `out` of an attention call."""
+        """Store the origin (sources) of the head outputs `out` of an attention call, whose queries, keys and values
+        have the origins `origins`.
+        """
         self.set(out, self.product(origins.q, origins.v))
 
     def linear(self, source: Origin, weight: Origin, offset: int = 0) -> Origin:
-        """Return the origin of the result of a linear map.
+        """Return the origin (sources) of the result of a linear map: the sources of its input, with the name of its
+        weight.
 
         Args:
             source: origin of its input.
@@ -153,8 +160,8 @@ class Lineage:
         return Origin(source.sources & ~self.placed or weight.sources, maps=names)
 
     def product(self, left: Origin, right: Origin) -> Origin:
-        """Return the origin of a product of two activations: that of the left factor, such as the queries, with the
-        mixing step as another source.
+        """Return the origin (sources) of a product of two activations, such as queries and keys. These are the sources
+        of the left factor, with the product itself as a further source, since it mixes tokens.
         """
         left, right = left._replace(factors=()), right._replace(factors=())
         bit = self._bit(("product", right))
@@ -162,22 +169,25 @@ class Lineage:
         return left._replace(joined=left.joined | bit, factors=((left, right),))
 
     def content(self, origin: Origin) -> int:
-        """Return the sources on which the content of a projected tensor depends: those before its last linear map if
-        there was one, without parameters and buffers if there are others.
+        """Return the sources on which the content of a tensor depends, as the bits of an int. For a projected tensor
+        these are the sources before its last linear map. Parameters and buffers count only if there are no other
+        sources.
         """
         sources = origin.projected or origin.joined
         return sources & ~self.state or sources
 
     def _of_result(self, function: Any, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin of the result of a function that was called with these tensors, of these origins."""
+        """Return the origin (sources) of the result of a call of `function` with `tensors`, whose origins are
+        `origins`, by the rule for this function.
+        """
         if not tensors:
             return self._of_constant(tensors, origins)
         rule = _RULES.get(function)
         return self._union(tensors, origins) if rule is None else rule(self, tensors, origins)
 
     def _union(self, _: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin of a tensor that follows, element by element, from others. Parameters and buffers do not
-        count if there are other sources.
+        """Return the origin (sources) of a tensor computed element by element from other tensors: the union of their
+        sources. Tensors that depend on parameters and buffers alone do not count if there are others.
         """
         first = origins[0]
         if all(origin is first for origin in origins):
@@ -185,22 +195,28 @@ class Lineage:
         return union_of([origin for origin in origins if origin.sources & ~self.state] or origins)
 
     def _of_constant(self, _: list[Tensor], __: list[Origin]) -> Origin:
-        """Return the origin of a tensor that depends on no other one."""
+        """Return the origin (sources) of a tensor that depends on no other tensor, such as the result of
+        `zeros_like`.
+        """
         return Origin(joined=self._state_bit("constant"))
 
     def _mapped(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin of the product of the first tensor with the second, usually the weight of a linear map."""
+        """Return the origin (sources) of the product of the first tensor with the second. If the second depends on
+        parameters and buffers alone, it is the weight of a linear map; otherwise both are activations.
+        """
         if origins[1].sources & ~self.state:
             return self._multiplied(tensors, origins)
         return self.linear(origins[0], origins[1], _offset(tensors[1]))
 
     def _added_product(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin of the product of two tensors, to which the first one is added."""
+        """Return the origin (sources) of the result of a function such as `addmm`. The sources are those of the product
+        of the second and third tensor; the first one, which is added, does not count.
+        """
         return self._multiplied(tensors[1:], origins[1:])
 
     def _multiplied(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin of a product of tensors. A factor that depends on parameters and buffers alone, and is not
-        projected, is the weight of a linear map.
+        """Return the origin (sources) of a product of several tensors. A factor that depends on parameters and buffers
+        alone counts as the weight of a linear map of the others.
         """
         result, offset = origins[0], _offset(tensors[0])
         for other, tensor in zip(origins[1:], tensors[1:], strict=True):
@@ -218,18 +234,18 @@ class Lineage:
         return result
 
     def _placed(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin of a tensor, the first of these, into which tokens were written; integers among the others
-        are places.
+        """Return the origin (sources) of the first of `tensors` after the others were written into it. Integer tensors
+        among the others do not count, as they are indices of the places, unless the first one has the same dtype.
         """
         is_content = [tensor.is_floating_point() or tensor.dtype == tensors[0].dtype for tensor in tensors]
         origin = union_of(origin for origin, counts in zip(origins, is_content, strict=True) if counts)
         return origin._replace(joined=origin.joined | self.placed)
 
     def _concatenated(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin of concatenated tensors. If their contents have different sources, the concatenation is a
-        source too: the same source for all that concatenate the same contents in the same order. Empty tensors, such as
-        an empty cache, have no content. Tensors from outside of the model call may be cached, and then do not count.
-        They are not, if other weights computed them in the call before.
+        """Return the origin (sources) of concatenated tensors. If they have different sources, the concatenation is
+        itself a further source, the same one whenever the same contents are concatenated in the same order. Tensors
+        from outside of the model call that may be cached do not count as different. They may be cached unless other
+        weights computed them in the previous call. Empty tensors have no sources.
         """
         origins = [origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()]
         union, maps = union_of(origins), {frozenset[Hashable](), *(origin.maps for origin in origins)}
@@ -239,8 +255,8 @@ class Lineage:
         return union._replace(projected=union.projected | of_projected, joined=union.joined | of_all)
 
     def _concatenation(self, contents: list[int], cached: int) -> int:
-        """Return the bit of a concatenation of tensors with these sources; 0 if they have the same sources, without
-        parameters, buffers, and those that may be `cached`.
+        """Return the bit that represents a concatenation of tensors with the sources `contents`. Return 0 if the
+        tensors have the same sources. Parameters, buffers and sources in `cached` are not compared.
         """
         contents = [content & ~self.state for content in contents]
         if len({content & ~cached for content in contents} - {0}) < 2:
@@ -251,8 +267,8 @@ class Lineage:
         return bit
 
     def _selected(self, origin: Origin, whole: Origin, selection: Hashable) -> Origin:
-        """Return the `origin` of some tokens of a tensor with the origin `whole`, with the selection as another source:
-        the same source for all that select the same tokens of the same content.
+        """Return the `origin` (sources) of some selected tokens of a tensor whose origin is `whole`, with the selection
+        as a further source. It is the same source whenever the same tokens are selected from the same content.
         """
         content = self.content(whole)
         if not content & ~self.state:
@@ -266,13 +282,13 @@ class Lineage:
         return origin._replace(joined=origin.joined | bit)
 
     def _state_bit(self, source: Hashable) -> int:
-        """Return the bit of a source that is no input of the model."""
+        """Return the bit that represents a source which is not an input of the model, such as a parameter."""
         bit = self._bit(source)
         self.state |= bit
         return bit
 
     def _bit(self, source: Hashable) -> int:
-        """Return the bit of a source: a new one at its first use."""
+        """Return the bit that represents a source. At the first use of a source, assign a new bit."""
         return self._bits.setdefault(source, 1 << len(self._bits))
 
 
@@ -288,12 +304,14 @@ _RULES: dict[Any, Callable[[Lineage, list[Tensor], list[Origin]], Origin]] = {
 
 
 def _offset(tensor: Tensor) -> int:
-    """Return the position of a tensor's first element in the memory of the tensor that it is a view of."""
+    """Return the storage offset of a tensor: the index of its first element in the memory that it shares with other
+    views.
+    """
     return int(tensor.storage_offset()) if type(tensor) is Tensor and tensor.layout is torch.strided else 0
 
 
 def _bits_of(sources: int) -> Iterator[int]:
-    """Yield each bit of a set of sources."""
+    """Yield each 1 bit of `sources`, an int whose bits represent sources, as a power of two."""
     while sources:
         bit = sources & -sources
         yield bit
@@ -301,8 +319,8 @@ def _bits_of(sources: int) -> Iterator[int]:
 
 
 def _name_in(module_calls: Sequence[ModuleCall], tensor: Tensor) -> Hashable | None:
-    """Return a name of a parameter or buffer of one of the running modules, which is the same in every call. Return
-    None for other tensors.
+    """Return a name for `tensor` if it is a parameter or buffer of a running module: the module's id and the
+    attribute's name. It is the same in every call of the model. Return None for other tensors.
     """
     for module_call in reversed(module_calls):
         module = module_call.module
@@ -314,8 +332,8 @@ def _name_in(module_calls: Sequence[ModuleCall], tensor: Tensor) -> Hashable | N
 
 
 def _selects_tokens(function: Any, arguments: Sequence[Any], result: Tensor) -> bool:
-    """Return True if a function that may select tokens does so: its result is shorter in another axis than the last,
-    or the tokens are in another order.
+    """Return True if a call of a function such as indexing has selected or reordered tokens. It has if the `result` is
+    shorter along an axis other than the last, or if the order of the tokens has changed.
     """
     before = arguments[0]
     if not isinstance(before, Tensor):
@@ -326,7 +344,9 @@ def _selects_tokens(function: Any, arguments: Sequence[Any], result: Tensor) -> 
 
 
 def _key_of(argument: Any) -> Hashable:
-    """Return a key of an argument that selects tokens: a tensor's identity, or the text of another argument."""
+    """Return a hashable key for an argument that determines which tokens are selected: the id of a tensor, otherwise
+    the argument's text.
+    """
     if isinstance(argument, Tensor):
         return id(argument)
     return tuple(map(_key_of, argument)) if isinstance(argument, tuple | list) else repr(argument)

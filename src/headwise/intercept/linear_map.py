@@ -25,8 +25,8 @@ map."""
 
 
 def linear_map(module: nn.Module, width: int) -> LinearMap | None:
-    """Return the map that a module computes from its input to its output in evaluation mode, if this is a linear map of
-    `width` features; otherwise None.
+    """Return the linear map (weight and bias) that a module computes in evaluation mode. Return None if the module
+    computes no linear map of `width` input features.
 
     The map of a plain linear layer is its weight. Other modules are copied, and the copy is called with unit vectors:
     layers with adapters, parametrised or quantised weights, sequences of layers, convolutions of width 1. Hooks of the
@@ -45,7 +45,9 @@ def linear_map(module: nn.Module, width: int) -> LinearMap | None:
 
 
 def has_convolution(module: nn.Module) -> bool:
-    """Return True if a module is or contains a convolution, so that its features are on the second axis."""
+    """Return True if a module is or contains a convolution. Its input and output then have their features on the second
+    axis.
+    """
     return _first_convolution(module) is not None
 
 
@@ -55,8 +57,8 @@ def _first_convolution(module: nn.Module) -> nn.Conv1d | nn.Conv2d | nn.Conv3d |
 
 
 def _plain_map(module: nn.Module) -> LinearMap | None:
-    """Return the map of a linear layer of torch, or of a `Conv1D` of transformers, whose weight and `forward` are those
-    of its class; None for every other module.
+    """Return the weight and bias of a plain linear layer: torch's `nn.Linear`, or `Conv1D` of `transformers`. Return
+    None for any other module, and for layers whose weight or `forward` was replaced.
     """
     is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
     if not is_conv1d and type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear):
@@ -77,8 +79,8 @@ def _takes_one_input(module: nn.Module) -> bool:
 
 
 def may_fit(module: nn.Module, width: int) -> bool:
-    """Return True if a module has tensors on a device, one of them with an axis of `width`, and is not so large that a
-    copy would cost much more than a square map of `width` features.
+    """Return True if a module may be a linear map of `width` input features. Some of its tensors must have a size that
+    `width` divides, none may be on the meta device, and the module must be small enough to copy it.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if not tensors or any(tensor.is_meta for tensor in tensors):
@@ -88,8 +90,9 @@ def may_fit(module: nn.Module, width: int) -> bool:
 
 
 def _copy_without_hooks(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a module that calls no hooks but those of torch's `weight_norm` and `spectral_norm`, which
-    compute weights. Other hooks are not copied: with them, the objects that they belong to would be.
+    """Return a deep copy of a module that runs without most of its hooks. Only hooks of torch's `weight_norm` and
+    `spectral_norm` are kept, since they compute weights. Other hooks are not copied, because the objects that own them
+    would be copied too.
     """
     memo: dict[int, Any] = {}  # copies by the identity of what is copied
     for each in module.modules():
@@ -104,12 +107,12 @@ def _copy_without_hooks(module: nn.Module) -> nn.Module:
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """Take the place of a hook in a copy of a module."""
+    """Do nothing; this function replaces a hook in a copy of a module."""
 
 
 def _found_map(module: nn.Module, width: int) -> LinearMap | None:
-    """Return the linear map that a module computes, by its outputs for 0 and for unit vectors. Return None if its
-    outputs for other vectors differ from the map by more than rounding.
+    """Return the linear map that a module computes: its output for 0 is the bias, and those for unit vectors are the
+    columns of the weight. Return None if outputs for test vectors differ from this map by more than rounding.
     """
     tensors = [*module.parameters(), *module.buffers()]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
@@ -130,8 +133,9 @@ def _found_map(module: nn.Module, width: int) -> LinearMap | None:
 
 
 def _outputs(module: nn.Module, inputs: Float[Tensor, "rows width"]) -> Float[Tensor, "rows out"] | None:
-    """Return the outputs of a module for input vectors; None if they are not one vector each. The vectors are passed as
-    tokens `(1, rows, width)`; to a module of convolutions as `(rows, width, 1, ...)`, with as many axes as these have.
+    """Call a module with the vectors `inputs`, and return one output vector for each. Return None if the output has
+    another form. The vectors are passed as tokens `(1, rows, width)`, or as `(rows, width, 1, ...)` if the module
+    contains a convolution.
     """
     convolution = _first_convolution(module)
     if convolution is not None:
@@ -144,5 +148,5 @@ def _outputs(module: nn.Module, inputs: Float[Tensor, "rows width"]) -> Float[Te
 
 
 def _gpus_of(module: nn.Module) -> set[torch.device]:
-    """Return the GPUs on which a module has parameters."""
+    """Return the GPUs that store parameters of a module."""
     return {parameter.device for parameter in module.parameters() if parameter.is_cuda}

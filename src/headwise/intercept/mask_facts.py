@@ -15,7 +15,8 @@ from headwise.shapes import Bool, Int
 
 @dataclass(frozen=True, eq=False)
 class MaskFacts:
-    """Facts about the mask of an attention call. A row sees a key if the mask lets it attend to the key in some head.
+    """Facts about the mask of an attention call, such as the first and last key that each query row sees. A row sees a
+    key if the mask lets it attend to the key in at least one head.
 
     Attributes:
         sees_any: True at query rows that see at least one key.
@@ -38,8 +39,8 @@ class MaskFacts:
 
     @staticmethod
     def of(received: ReceivedMask, keys: int) -> "MaskFacts | None":
-        """Return the facts about a received mask, for a call with this number of keys; None for a mask that hides
-        nothing or hides keys by their distance from the query alone.
+        """Return the facts about the mask that an attention call with this number of keys received. Return None if the
+        mask hides nothing, or if it depends only on the distance between query and key, as a causal mask.
         """
         mask, grid = received
         if mask is None or (mask.depends_on_distance_only and grid.uses_default_positions):
@@ -56,9 +57,10 @@ class MaskFacts:
         return MaskFacts(sees_any, is_seen, first_visible, last_visible, sees_own, hides_by_distance)
 
     def own_key_of_first_row(self) -> tuple[int | None, bool]:
-        """Return the index of the first row's own key in self-attention: the largest difference between the last key
-        that a row sees and the index of the row. Return also True if the mask is causal from there on, so that this is
-        established. The index is None if it differs between sequences, or if no row sees a key.
+        """Return the index of the key that belongs to the token of the first query row, in self-attention. It is the
+        largest value of `last visible key - row` over all rows; None if that differs between sequences, or if no row
+        sees a key. Also return True if this is certain: several rows have the value, as under a causal mask, or there
+        is only one row.
 
         Rows with a smaller difference are padding.
         """
@@ -73,7 +75,9 @@ class MaskFacts:
 
 
 def _hides_by_distance(mask: Mask, grid: Grid) -> bool:
-    """Return True if a mask hides keys by the distances of positions alone, where no position is that of padding."""
+    """Return True if a mask hides keys only by the distance between the positions of query and key, and no position
+    marks padding.
+    """
     positions = [each for each in (grid.query_positions, grid.key_positions) if each is not None]
     if any(bool((each < 0).any()) for each in positions):
         return False
@@ -82,9 +86,9 @@ def _hides_by_distance(mask: Mask, grid: Grid) -> bool:
 
 
 def _facts_of_rows(visible: Bool[Tensor, "#batch rows keys"], first_row: int) -> tuple[Tensor, ...]:
-    """Return for some query rows, the first of which has the index `first_row`: True where a row sees a key, the first
-    and the last key that it sees, and True where it sees the key with its own index. Return also True at keys that one
-    of these rows sees.
+    """Return facts about some query rows, of which the first has the index `first_row`. Four tensors have an element
+    for each row: True if it sees a key, the first key that it sees, the last one, and True if it sees the key with its
+    own index. The fifth tensor has an element for each key: True if one of these rows sees it.
     """
     sees_any, keys = visible.any(-1), visible.shape[-1]
     as_numbers = visible.to(torch.uint8)

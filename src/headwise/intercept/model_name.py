@@ -7,8 +7,8 @@ from headwise.packaged_models import PACKAGED
 
 
 def model_name(model: Any) -> str:
-    """Return the name of a model: the last part of its hub id, also of a model in a Python package; the name of the
-    folder that it was loaded from; or the name of its class if it has neither.
+    """Return a short name of a model for display: the last part of its id on the Hugging Face hub, or the name of the
+    folder that it was loaded from. A model with neither has the name of its class.
     """
     name = getattr(getattr(model, "config", None), "name_or_path", None)
     if not isinstance(name, str) or not name:
@@ -20,7 +20,8 @@ def model_name(model: Any) -> str:
 
 
 def short_name(name: str) -> str:
-    r"""Return the last part of a hub id or of the path of a model; a name without slashes is returned unchanged.
+    r"""Return the last part of a model's id on the Hugging Face hub, or of its path. A name without slashes is returned
+    unchanged.
 
     >>> short_name("sentence-transformers/all-MiniLM-L6-v2")
     'all-MiniLM-L6-v2'

@@ -39,7 +39,9 @@ class ModuleCall:
     call_counts: Counter[SiteKey] = field(default_factory=Counter)
 
     def count_call(self, site: SiteKey) -> int:
-        """Add 1 to the number of attention calls at a site inside this module call; return the number before."""
+        """Count one attention call at `site` (attention module, self or cross) inside this module call. Return the
+        number of such calls before.
+        """
         count = self.call_counts[site]
         self.call_counts[site] += 1
         return count
@@ -52,12 +54,14 @@ class ModuleCall:
 
 
 def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the token ids and the padding mask that apply to an attention call, each None if not found. They are read
-    from the arguments `input_ids` and `attention_mask` (with 2 axes) of the modules that run around the attention, the
-    innermost first. The search ends at the first module that received token ids, or another kind of input such as
-    images; a module around it that received the same ids may have the padding mask. Ids of several tokens at each
-    position, as of audio, are none. The search also ends at a module that received the ids of sources and of targets,
-    since its arguments do not state which of them the attention reads.
+    """Return the token ids and the padding mask that apply to an attention call, each None if not found. They are the
+    arguments `input_ids` and `attention_mask` (with 2 axes) of the running modules around the attention, searched from
+    the innermost module outwards.
+
+    The search ends at the first module that received token ids, or another kind of input such as images; a module
+    around it that received the same ids may have the padding mask. Ids of several tokens at each position, as of audio,
+    are not returned. The search also ends at a module that received the ids of sources and of targets, since its
+    arguments do not state which of them the attention reads.
 
     Args:
         module_calls: nested calls of one model's modules, outermost first.
@@ -85,8 +89,8 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
 
 
 def _named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a module call by name, with those in dicts among them, as in `model({"input_ids": ...})`.
-    An argument is preferred to one of the same name in a dict.
+    """Return the arguments of a module call by name. If an argument is a dict, as in `model({"input_ids": ...})`, its
+    entries are included as arguments; a direct argument of the same name takes precedence.
     """
     nested = {
         name: value

@@ -13,8 +13,9 @@ KeyT = TypeVar("KeyT")
 def module_calls(
     modules: Mapping[KeyT, nn.Module], on_call: Callable[[KeyT, tuple[Any, ...], Any], Any]
 ) -> Iterator[None]:
-    """Pass each call of some modules to a function while the context is active: the key of the module, its positional
-    arguments and its output. The module returns what the function returns, or its own output for None.
+    """Return a context in which `on_call` is called after each call of one of `modules`, with the module's key, its
+    positional arguments and its output. If `on_call` returns a value other than None, this replaces the module's
+    output.
     """
 
     def hook_of(key: KeyT) -> Callable[..., Any]:

@@ -38,11 +38,13 @@ class ModuleHooks(UncopiedHooks):
 
     @property
     def context(self) -> str:
-        """Name, in messages, of the context in which the module is intercepted."""
+        """Name, for error messages, of the context that intercepts the module, such as "hw.watch"."""
         return self._context
 
     def register(self) -> Iterator[RemovableHandle]:
-        """Register the hooks before and after other hooks of the module, and yield the handle that removes each."""
+        """Register a pre-hook before the module's other hooks, and a forward hook after them. Yield the handle that
+        removes each of the two.
+        """
         yield self._module.register_forward_pre_hook(self.on_start, prepend=True, with_kwargs=True)
         yield self._module.register_forward_hook(self.on_end, always_call=True)
 
@@ -51,8 +53,8 @@ class ModuleHooks(UncopiedHooks):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Forward pre-hook: push this call of `module` onto the thread's call stack, and report its start to the
         interceptor. If no other module of the same model is running in this thread, first report the start of a call of
-        the model. A call that activation checkpointing repeats is not reported. Return the arguments as changed by the
-        interceptors if they contain attention outputs; None if they do not change them.
+        the model. Calls that activation checkpointing repeats are not reported. If arguments contain attention outputs
+        that interceptors change, return the changed arguments; otherwise None.
         """
         interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
         if self.is_copy or self._interceptor not in interceptors:
@@ -91,7 +93,7 @@ _NAMES: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 
 
 def _names_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the arguments of a module's `forward` that may be passed by position."""
+    """Return the names of the parameters of a module's `forward` that may be passed by position."""
     if "forward" in vars(module):
         return _argument_names(module.forward)
     function = type(module).forward
@@ -101,8 +103,8 @@ def _names_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the arguments of a function that may be passed by position; none if it has no signature, as
-    functions written in C.
+    """Return the names of the parameters of a function that may be passed by position. Return none if the function has
+    no signature, as functions written in C.
     """
     try:
         parameters = inspect.signature(forward).parameters.values()
@@ -135,9 +137,9 @@ def _push(module_call: ModuleCall) -> None:
 
 
 def _pop(output: Any) -> Any:
-    """Pop the innermost module call, which returns `output`, from this thread's call stack. Report attention inside of
-    it to the interceptors, or that it cannot be read. Return the output as changed by the interceptors; None if they do
-    not change it. If the stack is then empty, turn off the mode that intercepts torch's functions.
+    """Remove the innermost module call from this thread's stack, after it returned `output`. Report the attention in it
+    to the interceptors, or that this cannot be read. If interceptors change attention outputs in `output`, return the
+    changed output; otherwise None. If the stack is then empty, stop intercepting torch's functions.
     """
     module_call = call_stack.module_calls.pop()
     with call_stack.paused():

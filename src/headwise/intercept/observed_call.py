@@ -6,7 +6,8 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 
 
 class ObservedCall(NamedTuple):
-    """Data about one attention call from which statistics are computed, and the sequences that it belongs to.
+    """Data from which the statistics of one attention call are computed: its tokens, padding and positions, and whether
+    the call continues the sequences of an earlier call.
 
     Attributes:
         context: tokens, padding and positions of the call.

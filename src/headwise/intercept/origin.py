@@ -12,7 +12,8 @@ from headwise.intercept.compared_tokens import ComparedTokens
 
 
 class Origin(NamedTuple):
-    """Sources of one tensor, split by its last linear map, such as the projection of the queries.
+    """Sources of one tensor: the tensors on which it depends. Those before its last linear map, such as the query
+    projection, are stored apart from those that came after the map.
 
     Attributes:
         projected: sources of the input of the last linear map; 0 if there was none.
@@ -29,12 +30,12 @@ class Origin(NamedTuple):
 
     @property
     def sources(self) -> int:
-        """All sources of the tensor."""
+        """All sources of the tensor, from before and after its last linear map, as the bits of an int."""
         return self.projected | self.joined
 
 
 class CallOrigins(NamedTuple):
-    """Origins of the queries, keys and values of one attention call.
+    """Origins of the queries, keys and values of one attention call, that is the tensors on which each depends.
 
     Attributes:
         q: origin of the queries.
@@ -54,7 +55,9 @@ NO_ORIGIN = Origin()
 
 
 def union_of(origins: Iterable[Origin]) -> Origin:
-    """Return the origin of a tensor that follows, element by element, from tensors with these origins."""
+    """Return the origin (sources) of a tensor computed element by element from tensors with these origins: the union of
+    all their sources.
+    """
     result = NO_ORIGIN
     for origin in origins:
         if result is NO_ORIGIN:

@@ -21,7 +21,8 @@ ModernBERT, Wav2Vec2-BERT, BLIP, InternVL and Funnel Transformer.
 
 
 class OutputProjection(NamedTuple):
-    """Module that projects the outputs of all heads of an attention module, and the linear map that it computes.
+    """Output projection of an attention module: the path of the module that applies it to the outputs of all heads, and
+    the linear map that this module computes.
 
     Attributes:
         path: path of the module in the model.
@@ -33,10 +34,10 @@ class OutputProjection(NamedTuple):
 
 
 def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -> OutputProjection | None:
-    """Return the module that projects the outputs of all heads of the attention module at `path`; None if there is
-    none. It is looked for in and next to that module, by the name that the architecture has for it, then by usual names
-    (`o_proj`, `c_proj`, ...), and computes a linear map of `width` features: a linear layer, also with adapters, or in
-    a sequence with dropout.
+    """Return the output projection of the attention module at `path`, with the linear map that it computes; None if
+    there is none. It is searched inside of and next to the attention module: first by the name that is known for the
+    architecture, then by usual names (`o_proj`, `c_proj`, ...). It must compute a linear map of `width` features;
+    adapters and dropout are allowed.
 
     It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`. Else it is the only
     linear layer with such a name and width in that module, as where a model calls a method of its attention module.
@@ -63,9 +64,9 @@ def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -
 
 
 def _named_modules(modules: Mapping[str, nn.Module], path: str, width: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the output projection that the architecture of the attention module at `path` names, and the modules in and
-    next to it that have usual names of output projections, with their paths. A sequence is followed by its only module
-    with a parameter that fits `width` input features.
+    """Yield candidates for the output projection of the attention module at `path`, each with its path. First comes the
+    module that is known for the architecture. Then come modules with usual names, inside of and next to the attention
+    module. If such a module is a sequence, its only element that fits `width` input features follows.
     """
     family = family_of(modules[path]) if path in modules else None
     if family is not None and (known := modules.get(relative_path(path, family.output))) is not None:

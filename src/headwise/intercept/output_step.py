@@ -23,7 +23,8 @@ Arguments = list[tuple[Tensor, FollowedOutput]]
 
 @dataclass(frozen=True)
 class OutputStep:
-    """A function call as a step of one attention output, from an argument of the call to its results.
+    """One function call through which an attention output is followed. It has one argument that was computed from the
+    output, and results that may contain the output's elements.
 
     Attributes:
         call: the call.
@@ -41,22 +42,28 @@ class OutputStep:
 
     @classmethod
     def of(cls, call: FunctionCall, argument: Tensor, followed: FollowedOutput, result: Any) -> "OutputStep":
-        """Return the step that a call makes with one of its arguments."""
+        """Return a record of a function call through which an attention output is followed. `argument` was computed
+        from this output, as `followed` states; `result` is what the function returned.
+        """
         return cls(call, argument, followed, result, axes_after_function(call, followed, argument, result))
 
     @property
     def is_last(self) -> bool:
-        """True if the output cannot be followed any further."""
+        """True if no result of the function call contains the attention output in a form that can be followed
+        further.
+        """
         return not self.tensors and self.argument.numel() > 0
 
     @property
     def loses_values(self) -> bool:
-        """True if the axis of values is in the argument, and in none of the results."""
+        """True if the function call removes the output's axis of values: it is in the argument and in none of the
+        results.
+        """
         return self._loses(self.followed.output.axes.value)
 
     @property
     def moves_heads(self) -> bool:
-        """True if the call may have moved elements from one head to another."""
+        """True if this function call may have moved elements of the attention output from one head to another."""
         output = self.followed.output
         if not self._moves_elements:
             return False
@@ -65,14 +72,16 @@ class OutputStep:
 
     @property
     def _moves_elements(self) -> bool:
-        """True if the call moves elements, or may do so in a result of the same shape."""
+        """True if the function moves elements along an axis, or returns a tensor of the same shape with a possibly
+        changed order.
+        """
         is_same_shape = all(tensor.shape == self.argument.shape for tensor, _ in self.tensors)
         keeps_order = self.call.function in VIEWS or may_project(self.call)
         return moves_elements(self.call) or (is_same_shape and not keeps_order)
 
     def _loses(self, axis: int) -> bool:
-        """Return True if an axis of the output is in the argument, and in none of the results. Return False without
-        results: the function has then selected tokens in a way that is not followed.
+        """Return True if the function call removes an axis of the attention output: it is in the argument and in none
+        of the results. Return False if no result can be followed.
         """
 
         def is_in(axes: Axes) -> bool:
@@ -81,7 +90,8 @@ class OutputStep:
         return bool(self.tensors) and is_in(self.followed.axes) and not any(is_in(axes) for _, axes in self.tensors)
 
     def followed_results(self, arguments: Arguments) -> Iterator[tuple[Tensor, FollowedOutput]]:
-        """Yield the tensors in the result that contain elements of the output, and how they were computed from it.
+        """Yield each result of the function call that contains elements of the attention output, with a record of how
+        it was computed from the output.
 
         Args:
             arguments: all arguments of the call that were computed from attention outputs.
@@ -93,8 +103,8 @@ class OutputStep:
             yield tensor, FollowedOutput(output, axes, rearranged, keeps_factors, call.function in ASSIGNMENT)
 
     def _keeps_factors(self, arguments: Arguments) -> bool:
-        """Return True if a factor of the output, and of the others of the same layer among the `arguments` of the call,
-        is a factor of the result. The question matters only for outputs that an interceptor may change.
+        """Return True if scaling the attention output scales the result by the same factor. Outputs of the same layer
+        among the `arguments` are scaled together. Return True without a test if no interceptor may change the output.
         """
         call, output = self.call, self.followed.output
         if not output.may_change or call.function in REARRANGEMENTS | CONCATENATIONS:
@@ -105,8 +115,8 @@ class OutputStep:
         return is_linear(call, of_layer, self.result)
 
     def _rearranged(self, index: int | None) -> Callable[[Tensor], Tensor] | None:
-        """Return the function that computes a tensor of the result from the output; None if the call does more than
-        rearrange it.
+        """Return the function that computes one result of the call from the original attention output. Return None if
+        any function on the way did more than rearrange elements.
 
         Args:
             index: number of the tensor in the result; None if the function returned one tensor.
@@ -125,8 +135,8 @@ class OutputStep:
 
 
 def take_note_of_merged_axis(followed: FollowedOutput) -> None:
-    """Take note of the layout that a tensor computed from an attention output shows, if one of its axes consists of the
-    values and another axis of the output, perhaps the heads.
+    """Store the layout of the heads that a reshaped attention output suggests. If one axis of the tensor consists of
+    the values and another axis of the output, this other axis is probably the heads.
     """
     output = followed.output
     axis = merged_axis(followed.axes, output.axes.value)

@@ -40,9 +40,9 @@ from headwise.intercept.source_rules import CONSTANTS
 
 
 def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
-    """Return the `tensor` of an attention output, which is followed from then on to its use. Inside of torch's
-    `F.multi_head_attention_forward`, where the layout of the heads is known, report the call to the interceptors at
-    once, and return the tensor as changed by them.
+    """Start to follow an attention output through later functions, and return its `tensor`. Inside torch's
+    `F.multi_head_attention_forward`, where the layout of the heads is known, report the attention call to the
+    interceptors at once. Then return the tensor with their changes.
     """
     heads = call_stack.torch_attention_heads
     if heads is None:
@@ -60,9 +60,9 @@ def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
 
 
 def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins) -> None:
-    """Follow the output of an attention call that was reported to the interceptors already, with the sources of its
-    queries, keys and values, to see if the model adds it to another one, or reorders its heads, before the output
-    projection.
+    """Follow the output of an attention call that was already reported to the interceptors. The report is withdrawn if
+    the model adds the output to another one, or reorders its heads, before the output projection. `origins` are the
+    sources of the queries, keys and values.
     """
     call_stack.lineage.set_attended(out, origins)
     others = set(range(1, out.ndim)) - {axes.value, *axes.queries}
@@ -71,9 +71,9 @@ def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins) -> None
 
 
 def before_function(call: FunctionCall) -> FunctionCall:
-    """Handle a function call whose arguments may be attention outputs, before the function runs. If the function does
-    more than rearrange an output, take note of how it uses the output, and return the call with the output as changed
-    by the interceptors.
+    """Prepare a function call of the model whose arguments may be attention outputs. If the function does more than
+    rearrange an output, record how it uses the output: a linear map, for example, shows which axes are the heads.
+    Return the call, with the interceptors' changes in its arguments.
     """
     if not call_stack.attention.outputs or (call.function in REARRANGEMENTS and not _loses_changes(call)):
         return call
@@ -99,8 +99,8 @@ def before_function(call: FunctionCall) -> FunctionCall:
 
 
 def _loses_changes(call: FunctionCall) -> bool:
-    """Return True if a call of a function that rearranges an attention output does so in a way that cannot be followed,
-    so that an interceptor must change the output before.
+    """Return True if a function such as `reshape` rearranges an attention output in a way that cannot be followed. An
+    interceptor must then change the output before this call.
     """
     if call.function not in VIEWS:
         return False
@@ -112,16 +112,16 @@ def _loses_changes(call: FunctionCall) -> bool:
 
 
 def lose_outputs() -> None:
-    """Record for all attention outputs that the model may use them in a way that is not followed, as in `torch.vmap`,
-    whose tensors are others than those of the model.
+    """Record that no attention output so far can be followed any further. This is called inside function transforms
+    such as `torch.vmap`, where the model works with other tensor objects.
     """
     for output in call_stack.attention.pending:
         output.is_lost = True
 
 
 def refuse_multiplied(*tensors: Tensor) -> None:
-    """Refuse the attention outputs among the arguments of another attention call, unless their heads are established:
-    they are one of several factors of weights, or of scores.
+    """Exclude from the results those attention outputs that are now inputs of another attention call. They are only a
+    factor of other weights or scores. Outputs whose heads are already established stay.
     """
     for tensor in tensors:
         for followed in call_stack.attention.outputs.get(tensor) or ():
@@ -130,8 +130,8 @@ def refuse_multiplied(*tensors: Tensor) -> None:
 
 
 def after_function(call: FunctionCall, result: Any) -> None:
-    """Record the `result` of a function whose arguments may be attention outputs, if it contains the same elements,
-    perhaps rearranged or scaled.
+    """Follow attention outputs through a function call of the model. If the `result` contains elements of an output,
+    perhaps rearranged or scaled, it is recorded as computed from that output.
     """
     if not call_stack.attention.outputs or call.function in CONSTANTS:
         return
@@ -158,7 +158,9 @@ def after_function(call: FunctionCall, result: Any) -> None:
 
 
 def _followed_arguments(call: FunctionCall) -> Arguments:
-    """Return the arguments of a function call that were computed from attention outputs, and how."""
+    """Return the arguments of a function call that were computed from attention outputs, each with a record of how it
+    was computed.
+    """
     return [
         (argument, followed)
         for position, argument in enumerate(call.tensors)
@@ -168,8 +170,8 @@ def _followed_arguments(call: FunctionCall) -> Arguments:
 
 
 def report_established() -> None:
-    """Report the attention calls whose heads are established to the interceptors. Calls that may be one of several
-    heads wait for the end of the module.
+    """Report to the interceptors all attention calls whose axis of heads is established. Calls that may be one of
+    several heads of a module are not reported before the module ends.
     """
     call_stack.attention.pending = [
         output
@@ -179,8 +181,8 @@ def report_established() -> None:
 
 
 def on_module_end(result: Any) -> Any:
-    """Report the attention calls of ended modules to the interceptors. Return the `result` of the module that has just
-    ended, with the attention outputs in it as changed by the interceptors; None if there are no changes.
+    """Report to the interceptors the attention calls of modules that have ended. Return the `result` of the module that
+    has just ended, with the interceptors' changes of attention outputs in it; None if nothing changes.
     """
     attention, is_last = call_stack.attention, not call_stack.module_calls
     if not attention.pending and not attention.outputs and not attention.unchanged:
@@ -200,8 +202,9 @@ def on_module_end(result: Any) -> Any:
 
 
 def with_changes(tensors: Any, *, is_last: bool = False) -> Any:
-    """Return `tensors`, the arguments or the result of a module, with the attention outputs in which the heads are
-    merged as changed by the interceptors; None if there are no changes.
+    """Return `tensors`, the arguments or the result of a module, with the interceptors' changes in the attention
+    outputs among them. Before the end of the model, only outputs whose heads are merged with the values are changed.
+    Return None if nothing changes.
 
     Args:
         tensors: tensors in tuples, lists, dicts or other containers.
@@ -216,8 +219,9 @@ def with_changes(tensors: Any, *, is_last: bool = False) -> Any:
 
 
 def _changed_leaf(tensor: Tensor, is_last: bool) -> Tensor:
-    """Return a tensor that a module returns, as changed by the interceptors if it is an attention output in which the
-    heads are merged, or if nothing more can be learnt about it.
+    """Return `tensor` with the interceptors' changes if it is an attention output whose heads are merged with the
+    values. At the end of the model (`is_last`), also change outputs whose heads are not merged. Return other tensors
+    unchanged.
     """
     for followed in call_stack.attention.outputs.get(tensor) or ():
         is_merged = merged_axis(followed.axes, followed.output.axes.value) is not None
@@ -229,8 +233,9 @@ def _changed_leaf(tensor: Tensor, is_last: bool) -> Tensor:
 
 
 def _establish(followed: FollowedOutput, features: list[int]) -> None:
-    """Establish the layout of an attention output, as the model shows it by a function that uses these axes of a
-    followed tensor as features; or refuse the output.
+    """Set the layout of the heads of an attention output. The model shows it by a function that uses the axes
+    `features` of a tensor as features of all heads. If the layout is contradictory or unknown, exclude the attention
+    call from the results.
     """
     output, layout = followed.output, layout_of(followed, features)
     if output.may_change and not followed.is_linear:
@@ -246,8 +251,8 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
 
 
 def _refuse_separate_heads(output: AttentionOutput) -> None:
-    """Refuse an attention output whose layout is established, and the others that may be further heads of its module,
-    if there are any.
+    """Exclude an attention output from the results if other outputs of the same module may be further heads of the same
+    layer. Exclude these as well.
     """
     pending = call_stack.attention.pending
     others = [each for each in pending if each is not output and output.is_other_head_of(each, as_features=False)]
@@ -256,8 +261,8 @@ def _refuse_separate_heads(output: AttentionOutput) -> None:
 
 
 def _follow_changed(changed: Tensor, tensor: Tensor, followed: FollowedOutput) -> None:
-    """Record that the tensor `changed` was computed from the same attention output as `tensor`. It is
-    `tensor` after the outputs of heads in it were changed.
+    """Record that `changed` is `tensor` with the interceptors' changes, so that it is followed as computed from the
+    same attention output.
     """
     call_stack.attention.outputs.set(
         changed, [FollowedOutput(followed.output, followed.axes, None, followed.is_linear)]

@@ -39,7 +39,7 @@ SUMS: frozenset[Callable[..., Any]] = frozenset({torch.sum, Tensor.sum, torch.me
 
 @dataclass(frozen=True, eq=False)
 class FollowedOutput:
-    """A tensor that was computed from an attention output.
+    """Record of a tensor that was computed from an attention output, and how it was computed.
 
     Attributes:
         output: the attention output.
@@ -58,8 +58,8 @@ class FollowedOutput:
     is_written: bool = False
 
     def changed(self) -> Tensor | None:
-        """Return a tensor with the elements of the attention output as changed by the interceptors; None if this tensor
-        contains these changes already, or if there are none.
+        """Return this tensor with the interceptors' changes of the attention output. Return None if there are no
+        changes, or if the tensor already contains them.
         """
         if self.rearranged is None or not self.output.may_change:
             return None
@@ -68,14 +68,16 @@ class FollowedOutput:
 
 
 def layout_of(followed: FollowedOutput, features: list[int]) -> HeadLayout | None:
-    """Return the layout of the heads if these axes of a tensor are the features of all heads; None if they are not."""
+    """Return the layout of the heads in an attention output, if the axes `features` of a tensor computed from it are
+    the features of all heads. Return None if they are not.
+    """
     output = followed.output
     return merged_layout(followed.axes, features, output.shape, output.axes.value, output.axes.queries)
 
 
 def features_of(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> list[int] | None:
-    """Return the axes of a tensor that a function call uses as features of all heads, such as the axis that a linear
-    layer maps. Return None if the function does not show which axes are features.
+    """Return the axes of `tensor` that a function call uses as the features of all heads, such as the axis that a
+    linear layer maps. Return None if the function uses no axes in this way.
     """
     axes, output, is_map = followed.axes, followed.output, False
     if call.function in CONCATENATIONS:
@@ -102,8 +104,8 @@ def features_of(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) ->
 
 
 def may_hide_heads(followed: FollowedOutput, features: list[int]) -> bool:
-    """Return True if a tensor has an axis, other than the features and the first one, that contains no queries: it may
-    be an axis of heads that the model merges with the values later.
+    """Return True if a tensor may have an axis of heads that the model merges with the values later. Such an axis
+    contains no queries, is not the first one, and is not among `features`.
     """
     others = [factors for axis, factors in enumerate(followed.axes) if axis and axis not in features]
     queries = set(followed.output.axes.queries)
@@ -111,8 +113,9 @@ def may_hide_heads(followed: FollowedOutput, features: list[int]) -> bool:
 
 
 def is_part(followed: FollowedOutput, layout: HeadLayout | None = None) -> bool:
-    """Return True if a tensor contains all values of an attention output, but not all elements of another axis, which
-    may be heads. Axes of queries are no heads, and neither is the first axis if another one is.
+    """Return True if a tensor contains all values of an attention output, but only some elements of another axis, which
+    may be the heads. Axes of queries cannot be the heads; nor can the first axis, if another axis is known to be the
+    heads.
 
     Args:
         followed: the tensor.
@@ -128,8 +131,8 @@ def is_part(followed: FollowedOutput, layout: HeadLayout | None = None) -> bool:
 
 
 def is_multiplied(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
-    """Return True if a function call sums products of an attention output and another activation over the queries or
-    the values of the output, as in products of several matrices of attention weights.
+    """Return True if a function multiplies an attention output with another activation, and sums over the output's
+    queries or values. Products of several matrices of attention weights are an example.
     """
     if call.function not in PRODUCTS:
         return False
@@ -148,8 +151,8 @@ def is_multiplied(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) 
 
 
 def sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
-    """Return True if a function call adds up elements of a tensor, each with all values of a head, along an axis that
-    an attention output has not: the axis of a stack of several tensors.
+    """Return True if a function call sums a tensor over an axis that joins several tensors, as after `torch.stack`, and
+    that the attention output itself does not have. The values of each head must be kept.
     """
     if call.function in SUMS:
         dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis"))
@@ -171,8 +174,8 @@ def sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> 
 def axes_after_function(
     call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Any
 ) -> list[tuple[Tensor, Axes]]:
-    """Return the tensors in the `result` of a function call that contain the values of an attention output, which is an
-    `argument` of the call, each with its axes.
+    """Return the tensors in the `result` of a function call that contain the values of an attention output. Each comes
+    with its axes, written as parts of the output's axes. `argument` is the argument that was computed from the output.
     """
     if call.function in CONCATENATIONS and result.ndim == argument.ndim:
         return [(result, _concatenated(followed.axes, _axis_of(call, argument.ndim), result))]
@@ -205,9 +208,9 @@ def axes_after_function(
 def _in_place(
     call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Tensor, axes: Axes, number: int | None
 ) -> Axes:
-    """Return the `axes` of the `result` of a function that may move or mix elements of its `argument`, with other axes
-    in place of those along which it does. The order of queries does not matter, as the output projection is the same
-    for all.
+    """Return the `axes` of the `result` of a function that may move or mix elements. Axes along which it moves or mixes
+    elements are marked as unrelated to the attention output. Axes of queries are kept, since the output projection is
+    the same for all queries.
 
     Args:
         call: call of the function.
@@ -227,8 +230,8 @@ def _in_place(
 
 
 def _concatenated(axes: Axes, axis: int, result: Tensor) -> Axes:
-    """Return the axes of the `result` of a concatenation along `axis`, from those of one of the concatenated tensors.
-    The longer axis is that of the same queries, heads or sequences, and more of them.
+    """Return the axes of the `result` of a concatenation along `axis`, from the `axes` of one of the concatenated
+    tensors. The result has the same kind of elements along `axis` (queries, heads or sequences), but more of them.
     """
     origins, size = {factor.axis for factor in axes[axis]}, result.shape[axis]
     longer = (Factor(origins.pop(), 1, size),) if len(origins) == 1 and size > 1 else other_axis(size)
@@ -236,20 +239,24 @@ def _concatenated(axes: Axes, axis: int, result: Tensor) -> Axes:
 
 
 def concatenates(call: FunctionCall, tensor: Tensor, followed: FollowedOutput, axis: int) -> bool:
-    """Return True if a concatenation joins `tensor` and others along this axis of the attention output."""
+    """Return True if a concatenation joins `tensor` with others along the axis that corresponds to `axis` of the
+    attention output.
+    """
     return any(factor.axis == axis for factor in followed.axes[_axis_of(call, tensor.ndim)])
 
 
 def _axis_of(call: FunctionCall, axes: int) -> int:
-    """Return the axis, one of so many `axes`, along which a call concatenates or stacks tensors."""
+    """Return the axis along which a function call concatenates or stacks tensors, as a number from 0. `axes` is the
+    number of axes.
+    """
     dim: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
     return dim % axes
 
 
 def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]], result: Any) -> bool:
-    """Return True if a factor of attention outputs is a factor of the `result` of a function call: the function is
-    repeated with the outputs times -2. Normalisations, logarithms and sums with other tensors are not linear. Return
-    False where this cannot be decided.
+    """Return True if scaling the attention outputs among the arguments scales the `result` of a function call by the
+    same factor. To test this, the call is repeated with the outputs times -2. Norms, logarithms and sums with other
+    tensors are not linear. Return False if the test is not possible.
 
     Args:
         call: the call.
@@ -277,7 +284,7 @@ def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]],
 
 
 def _depends_on(other: Tensor, tensor: Tensor, output: AttentionOutput) -> bool:
-    """Return True if the tensor `other` was computed from an attention output, as `tensor` was."""
+    """Return True if the tensor `other` depends on the same attention output from which `tensor` was computed."""
     lineage, module_calls = call_stack.lineage, call_stack.module_calls
     before = output.origins.q.sources | output.origins.v.sources
     of_output = lineage.origin(tensor, module_calls).sources & ~before & lineage.mixing
@@ -285,8 +292,9 @@ def _depends_on(other: Tensor, tensor: Tensor, output: AttentionOutput) -> bool:
 
 
 def may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:
-    """Return True if values are among the features of a tensor, and queries are not only there, or if other elements,
-    such as those of a stack of several outputs, are among the features.
+    """Return True if the axes `features` of a tensor may contain heads of an attention output, although it is not
+    established which part of them. They must contain the values. In addition, queries must remain on other axes, or the
+    features must contain unrelated elements, such as a stack of several outputs.
     """
     output, origins = followed.output, [{factor.axis for factor in factors} for factors in followed.axes]
     of_features = set[int]().union(*(origins[axis] for axis in features))

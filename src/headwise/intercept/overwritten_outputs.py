@@ -29,8 +29,8 @@ _RESHAPING = frozenset(
 
 
 def before_overwriting(call: FunctionCall) -> None:
-    """Write the changes of the interceptors into the attention output that a function call is about to overwrite, if it
-    overwrites one. Refuse the output if the model may also use its elements by another view of the same memory.
+    """If a function call is about to overwrite an attention output in place, first write the interceptors' changes into
+    this output. If the model may also use a view of a part of the same memory, exclude the output from the results.
     """
     written = overwritten_tensor(call)
     for followed in [] if written is None else list(call_stack.attention.outputs.get(written) or ()):
@@ -57,12 +57,16 @@ def before_overwriting(call: FunctionCall) -> None:
 
 
 def _changed_already(each: FollowedOutput, followed: FollowedOutput) -> FollowedOutput:
-    """Return the record of a tensor that contains the changes of the output of `followed`, if it is the same output."""
+    """Return the record `each` of a tensor, marked as containing the interceptors' changes, if it was computed from the
+    same attention output as `followed`. Otherwise return it unchanged.
+    """
     return replace(each, rearranged=None) if each.output is followed.output else each
 
 
 def overwritten_tensor(call: FunctionCall) -> Tensor | None:
-    """Return the tensor that a function call overwrites; None if it overwrites none."""
+    """Return the tensor that a function call overwrites in place, such as the argument of `add_`; None if it overwrites
+    none.
+    """
     name, out = getattr(call.function, "__name__", ""), call.kwargs.get("out")
     if isinstance(out, Tensor):
         return out

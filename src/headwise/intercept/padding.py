@@ -16,7 +16,7 @@ HIDING = -1e4
 
 
 class RealTokens(NamedTuple):
-    """Tokens of the queries of a self-attention call that are not padding.
+    """Masks that state which queries and keys of a self-attention call belong to tokens that are not padding.
 
     Attributes:
         queries: True at tokens whose query rows count; None for all.
@@ -30,8 +30,8 @@ class RealTokens(NamedTuple):
 
 
 def real_by_mask(facts: MaskFacts, first: int, queries: int, batch: int) -> RealTokens:
-    """Return the tokens of the queries of a self-attention call that are not padding by its mask. A token is padding if
-    no row sees its own key. Its query row does not count either if it sees no key.
+    """Return which tokens of a self-attention call are not padding, derived from its mask. A token is padding if no
+    query row sees the token's key. The token's query row is also excluded if it sees no key.
 
     If no row sees its own key, as in strictly causal masks, only rows that see no key are padding.
 
@@ -49,9 +49,9 @@ def real_by_mask(facts: MaskFacts, first: int, queries: int, batch: int) -> Real
 
 
 def real_by_causal_mask(facts: MaskFacts, queries: int, batch: int) -> RealTokens:
-    """Return the query rows that are not padding in a call of self-attention whose first keys may be no tokens: the
-    last key that a causal row sees is its own, and a row is padding if its own key is hidden. They are unknown if the
-    mask hides keys from all rows, and is not causal, so that it is unknown whose keys these are.
+    """Return which query rows of a self-attention call are not padding, if the first keys may not be tokens. Under a
+    causal mask, the last key that a row sees is its own key. A row is padding if no row sees its own key. If a mask
+    that is not causal hides keys from all rows, the result is marked as unknown.
 
     Args:
         facts: facts about the mask.
@@ -68,8 +68,8 @@ def real_by_causal_mask(facts: MaskFacts, queries: int, batch: int) -> RealToken
 
 
 def argument_of_keys(argument: Tensor, dropped: int, first: int, queries: int) -> Tensor | None:
-    """Return the part of `argument`, a padding mask of the module around a call of self-attention, that belongs to the
-    tokens of the call's keys up to the last query; None if it has fewer tokens.
+    """Return the part of a module's padding mask `argument` that belongs to the keys of a self-attention call, up to
+    the key of the last query. Return None if the mask is too short.
 
     The argument has the tokens of the queries alone, or all tokens from the start of the sequences. These may include
     tokens whose keys a cache has dropped, and places of a static cache that are still empty. Or it has the latest
@@ -92,10 +92,9 @@ def argument_of_keys(argument: Tensor, dropped: int, first: int, queries: int) -
 def meanings_of_argument(
     argument: Tensor, received: ReceivedMask, real: RealTokens, first: int
 ) -> list[Bool[Tensor, "batch length"]]:
-    """Return True at tokens that are not padding by `argument`, a padding mask of the module around an attention call,
-    for each meaning of the argument that is consistent with the mask of the call. True may stand for tokens or for
-    padding. A meaning is consistent if no query that is not padding sees a key that is. Of two consistent meanings, one
-    counts only if it leaves queries in every sequence.
+    """Return the possible meanings of a module's padding mask `argument`: in it, True may mark tokens or padding. Each
+    returned mask is True at tokens. A meaning is possible if, under the mask of the attention call, no token sees the
+    key of padding. If both are possible, only those that leave query tokens in every sequence are returned.
 
     Args:
         argument: the padding mask `(batch, length)` of the tokens of the first keys.
@@ -117,8 +116,8 @@ def meanings_of_argument(
 
 
 def _is_mask_of_scores(argument: Tensor, received: ReceivedMask) -> bool:
-    """Return True if `argument` is the mask `(queries, keys)` that the attention call received, for all sequences. It
-    has the shape of a padding mask if the batch has as many sequences as tokens.
+    """Return True if `argument` is not a padding mask, but the mask `(queries, keys)` of the attention call itself. The
+    two have the same shape if the batch has as many sequences as tokens.
     """
     grid = received.grid
     if argument.shape != (grid.queries, grid.keys):
@@ -136,7 +135,7 @@ def _is_consistent(
     real_queries: Bool[Tensor, "batch queries"] | None,
     first: int,
 ) -> bool:
-    """Return True if no query that is not padding sees a key that is, where `real` is True at tokens that are not."""
+    """Return True if no query token sees the key of padding. `real` is True at tokens and False at padding."""
     queries, length = both(real[:, first:], real_queries), real.shape[1]
     assert queries is not None
     for rows, visible in received.by_sequence():
@@ -148,7 +147,7 @@ def _is_consistent(
 
 
 def require_hidden(stated: Bool[Tensor, "batch queries"], received: ReceivedMask | None, first: int, path: str) -> None:
-    """Raise `InputError` if some token sees the key of another token that the user states to be padding.
+    """Raise `InputError` if a token sees the key of a token that the user has stated to be padding.
 
     Args:
         stated: True at the tokens of the queries that are not padding, as stated.
@@ -166,20 +165,20 @@ def require_hidden(stated: Bool[Tensor, "batch queries"], received: ReceivedMask
 
 
 def none_if_all(real: Bool[Tensor, "#batch length"] | None, batch: int) -> Bool[Tensor, "batch length"] | None:
-    """Return `real`, which is True at tokens that are not padding, for each sequence of the batch; None if it is True
-    everywhere.
+    """Return `real`, a mask that is True at tokens and False at padding, expanded to all sequences of the batch. Return
+    None if it is True everywhere.
     """
     return None if real is None or bool(real.all()) else real.expand(batch, -1)
 
 
 def both(one: Bool[Tensor, "*axes"] | None, other: Bool[Tensor, "*axes"] | None) -> Bool[Tensor, "*axes"] | None:
-    """Return True where both tensors are True; None stands for a tensor that is True everywhere."""
+    """Return the logical AND of two boolean tensors. None stands for a tensor that is True everywhere."""
     if one is None or other is None:
         return other if one is None else one
     return one & other
 
 
 def has_gap(is_real: Bool[Tensor, "batch length"]) -> bool:
-    """Return True if some sequence has padding between tokens that are not padding."""
+    """Return True if some sequence has padding between its tokens. `is_real` is True at tokens and False at padding."""
     starts = is_real[:, 1:] & ~is_real[:, :-1]
     return bool((starts.sum(1) + is_real[:, 0] > 1).any())

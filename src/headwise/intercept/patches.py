@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Replacement(NamedTuple):
-    """An attribute of a module or class, and the function that takes its place."""
+    """Attribute of a module or class that is to be replaced, and the function that takes its place."""
 
     owner: Any
     name: str
@@ -14,8 +14,9 @@ class Replacement(NamedTuple):
 
 
 class Patches:
-    """Context in which functions are replaced, in all threads. It may be entered again before it is left; the last exit
-    restores the functions. What another library has put in their place in the meantime stays.
+    """Context in which some functions of torch or other libraries are replaced, in all threads. A context that is
+    active may be entered again; the last exit restores the functions. If other code has replaced one of them in the
+    meantime, that replacement stays.
 
     Args:
         replacements: function that returns what to replace, called when the context is first entered.
@@ -45,7 +46,9 @@ class Patches:
             other.__exit__()
 
     def _replace(self, owner: Any, name: str, function: Any) -> None:
-        """Replace the attribute `name` of `owner` by `function`, and store a function that undoes this."""
+        """Replace the attribute `name` of `owner` by `function`, and store a function that restores the previous
+        value.
+        """
         is_inherited, before = name not in vars(owner), vars(owner).get(name)
 
         def restore() -> None:

@@ -18,8 +18,8 @@ FIRST_UNKNOWN = (
 
 
 def lacks_first_token(call: Call, facts: MaskFacts | None) -> bool:
-    """Return True if the first key of a call, unless it is hidden, stands for no known token, while others do: it may
-    be a learned key in front of the tokens.
+    """Return True if the first key of an attention call may be a learned key in front of the tokens. It then belongs to
+    no known token, while other keys do, and is visible to some query.
 
     Args:
         call: the call.
@@ -34,9 +34,9 @@ def lacks_first_token(call: Call, facts: MaskFacts | None) -> bool:
 def own_key_of_first_query(
     call: Call, received: ReceivedMask | None, facts: MaskFacts | None, memory: SiteMemory | None
 ) -> tuple[int | None, Continuation | None]:
-    """Return the index of the key that belongs to the token of the first query of a self-attention call, and the
-    sequences that the call continues. The index is None if it cannot be established; there is no continuation if the
-    call starts new sequences. Keys of the following queries are next to it.
+    """Locate the queries of a self-attention call among its keys. Return the index of the key that belongs to the first
+    query's token, and the earlier sequences that the call continues. The index is None if it is not certain; the keys
+    of the following queries come next to it. The second result is None if the call starts new sequences.
 
     With cached keys, the index follows from the mask: the last key that a causal row sees is its own. Without such a
     mask the last key belongs to the last query. It is established if the keys in front of it are those of an earlier
@@ -87,7 +87,9 @@ def own_key_of_first_query(
 
 
 def _is_appended(call: Call, memory: SiteMemory | None, cached: int) -> bool:
-    """Return True if the first `cached` keys of a call are known to be those of the latest call of the same site."""
+    """Return True if the first `cached` keys of a call are known to be the keys of the latest call at the same site
+    (attention module, self or cross).
+    """
     if memory is None or call.keys is None:
         return False
     return memory.continuation(call.grid.batch, cached, call.keys) is not None
@@ -96,8 +98,9 @@ def _is_appended(call: Call, memory: SiteMemory | None, cached: int) -> bool:
 def _is_confirmed(
     arguments: Iterable[Mapping[str, Any]], first: int, queries: int, keys: int, layer: int | None
 ) -> bool:
-    """Return True if a cache or the positions among the arguments of the running modules agree that the first query is
-    the token number `first`. A cache that drops old keys agrees if the last query is the last key.
+    """Return True if an argument of the running modules confirms that the first query is token number `first` of its
+    sequence. The argument may be a cache with the right length, or a tensor of the queries' positions. A cache that
+    drops old keys confirms it if the last query belongs to the last key.
     """
     for value in (value for module_arguments in arguments for value in module_arguments.values()):
         length_of = getattr(value, "get_seq_length", None)
@@ -111,7 +114,9 @@ def _is_confirmed(
 
 
 def _cached_length(cache: Any, layer: int | None) -> int | None:
-    """Return the number of tokens in a cache of `transformers`, in its layer number `layer`; None if unknown."""
+    """Return the number of tokens that a cache of `transformers` contains for the layer with number `layer`. Return
+    None if the cache does not state it.
+    """
     try:
         return int(cache.get_seq_length(*([] if layer is None else [layer])))
     except (TypeError, ValueError, IndexError, KeyError, AttributeError):
@@ -119,7 +124,7 @@ def _cached_length(cache: Any, layer: int | None) -> int | None:
 
 
 def _are_positions(value: Any, first: int, queries: int) -> bool:
-    """Return True if an argument is a tensor of the positions of the queries: `first`, `first + 1`, ..."""
+    """Return True if `value` is an integer tensor of the positions `first`, `first + 1`, ... of the queries."""
     if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
         return False
     if value.shape not in ((queries,), (1, queries)):

@@ -17,7 +17,7 @@ CELLS_AT_ONCE = 2**24
 
 
 class ReceivedMask(NamedTuple):
-    """Mask of one attention call, and the score grid on which it is evaluated.
+    """Mask of one attention call, with the sizes and positions for which it is evaluated (`Grid`).
 
     Attributes:
         mask: the keys that each query may attend to; None if it hides nothing.
@@ -29,7 +29,9 @@ class ReceivedMask(NamedTuple):
 
     @staticmethod
     def of_problem(problem: Problem) -> "ReceivedMask":
-        """Return the mask of an attention problem. It hides keys by the problem's mask, and by a bias of -inf."""
+        """Return the mask of an attention call that is stated as a `Problem`. A key is hidden if the problem's mask
+        hides it, or if its bias is -inf.
+        """
         mask, bias = problem.mask, None if problem.bias is None else problem.bias.detach()
         if bias is not None and bool(bias.amin() == -torch.inf):
             visible = Dense(bias != -torch.inf)
@@ -37,7 +39,9 @@ class ReceivedMask(NamedTuple):
         return ReceivedMask(mask, problem.grid)
 
     def equals(self, other: "ReceivedMask") -> bool:
-        """Return True if both masks are stored, on the same grid without stated positions, with the same values."""
+        """Return True if both masks are stored as tensors with equal values, for equal sizes and without explicit
+        positions. Return False for masks that are computed from a rule.
+        """
         if not isinstance(self.mask, Dense) or not isinstance(other.mask, Dense) or self.grid != other.grid:
             return False
         if not (self.grid.uses_default_positions and other.grid.uses_default_positions):
@@ -46,7 +50,7 @@ class ReceivedMask(NamedTuple):
         return one.shape == another.shape and one.device == another.device and torch.equal(one, another)
 
     def block(self, rows: range) -> Bool[Tensor, "#batch #heads rows keys"]:
-        """Return a boolean tensor for a range of query rows and all keys of `grid`, True where a row attends to a
+        """Return a boolean tensor for the query rows in `rows` and all keys. It is True where a row may attend to a
         key.
         """
         if self.mask is None:
@@ -54,14 +58,16 @@ class ReceivedMask(NamedTuple):
         return self.mask.block(self.grid, rows)
 
     def by_sequence(self) -> Iterator[tuple[range, Bool[Tensor, "#batch rows keys"]]]:
-        """Yield the mask in ranges of query rows: the rows, and a boolean tensor that is True where a row attends to a
-        key in some head. If all rows are equal, yield the first one alone.
+        """Yield the mask in parts: a range of query rows and a boolean tensor for these rows. The tensor is True where
+        a row may attend to a key in at least one head. If all rows are equal, yield the first row alone.
         """
         for rows, block in self.by_head():
             yield rows, block[:, 0] if block.shape[1] == 1 else block.any(1)
 
     def by_head(self) -> Iterator[tuple[range, Bool[Tensor, "#batch #heads rows keys"]]]:
-        """Yield the mask in ranges of query rows, as `by_sequence` does, for each head."""
+        """Yield the mask in parts: a range of query rows and a boolean tensor for these rows. The tensor is True where
+        a row may attend to a key, separately for each head. If all rows are equal, yield the first row alone.
+        """
         grid, queries = self.grid, 1 if self.has_equal_rows else self.grid.queries
         step = max(1, CELLS_AT_ONCE // max(1, grid.batch * grid.heads * grid.keys))
         for start in range(0, queries, step):
@@ -70,12 +76,13 @@ class ReceivedMask(NamedTuple):
 
     @property
     def has_equal_rows(self) -> bool:
-        """True if the mask is stored once for all query rows."""
+        """True if the mask is stored as one row that applies to all query rows."""
         return isinstance(self.mask, Dense) and self.mask.values.shape[2] == 1
 
 
 class MaskSource(NamedTuple):
-    """Function that reads the mask of an attention call, and the objects from which it reads the mask.
+    """Function that reads the mask of an attention call when it is needed, and the tensors and options that determine
+    the mask. Calls for which these are the same have the same mask.
 
     Attributes:
         read: function that returns the mask; None if the mask is not known.

@@ -20,8 +20,8 @@ from headwise.intercept.swap_forward import swap_forward
 
 @dataclass
 class _RecordedCall:
-    """Output of one module call in a recorded run of a model, with its rank in the order in which the recorded calls
-    ended. The stored version counters of the output's tensors reveal if one was later modified in place.
+    """Recorded output of one module call, with its rank in the order in which recorded module calls ended. Stored
+    version counters of the output's tensors show whether one of them was modified in place later.
 
     Attributes:
         output: what the module returned.
@@ -35,7 +35,7 @@ class _RecordedCall:
 
     @property
     def is_unmodified(self) -> bool:
-        """True if it is known that no tensor of the recorded output was written to in place since it was recorded."""
+        """True if it is known that no tensor in the recorded output was modified in place after the recording."""
         return self.versions is not None and self.versions == _versions(self.output)
 
 
@@ -62,7 +62,7 @@ class Replay:
 
     @property
     def stacks(self) -> list[nn.Module]:
-        """Modules below the model itself that contain several attention modules, such as a decoder."""
+        """Modules that contain several attention modules, such as a decoder. The model itself is left out."""
         return [
             module
             for path, module in self._modules.items()
@@ -134,8 +134,8 @@ class Replay:
 
     @property
     def sites_by_start(self) -> list[str]:
-        """Attention modules of the recorded run, the one in which attention began last first. If the same recorded
-        module calls had ended before attention began in several of them, one of these is included.
+        """Paths of the attention modules of the recorded run, the one in which attention began last first. If no
+        recorded module call ended between the starts of several of them, only one of these is listed.
         """
         site_of_start = {start: path for path, start in self._attention_start.items()}
         return [site_of_start[start] for start in sorted(site_of_start, reverse=True)]

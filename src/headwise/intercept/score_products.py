@@ -34,7 +34,8 @@ _WITHOUT_MASK = _SCALINGS | VIEWS | COPIES | PRODUCTS
 
 
 class _Scores(NamedTuple):
-    """A tensor computed from a product of two activations.
+    """Record of a tensor computed from a product of two activations. The tensor may be attention scores, and the
+    product that of queries and keys.
 
     Attributes:
         axes: its axes, as factors of the axes of the product.
@@ -52,8 +53,9 @@ class _Scores(NamedTuple):
 
 
 def follow_scores(call: FunctionCall, result: Any) -> None:
-    """Record the `result` of a function call if the function multiplies two activations, or if an argument is recorded
-    and the function adds to it, scales, masks or reshapes it, or mixes heads.
+    """Record the `result` of a function call as possible attention scores. It is recorded if the function multiplies
+    two activations. It is also recorded if an argument is recorded as scores and the function adds to them, scales,
+    masks or reshapes them, or mixes heads.
     """
     is_map = call.function is F.linear and len(call.args) > 1 and is_parameter(call.args[1])
     if call.function in PRODUCTS and not is_map and isinstance(result, Tensor):
@@ -81,13 +83,15 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Return how often a tensor was changed in place; None in inference mode, where torch does not count."""
+    """Return torch's count of the in-place changes of a tensor. Return None for tensors made in inference mode, which
+    have no count.
+    """
     return None if tensor.is_inference() else tensor._version
 
 
 def may_be_masked(scores: Tensor) -> bool:
-    """Return False if `scores` are known to be products of activations that were only scaled and rearranged, so that a
-    large negative number is a score, and not that of a mask.
+    """Return False if `scores` are known to contain no mask, since products of activations were only scaled and
+    rearranged. A large negative number is then a score, not a hidden key.
     """
     followed: _Scores | None = call_stack.attention.scores.get(scores)
     if followed is None or followed.may_be_masked or followed.version is None:
@@ -96,16 +100,16 @@ def may_be_masked(scores: Tensor) -> bool:
 
 
 def compares_activations(scores: Tensor, dim: int) -> bool:
-    """Return True if `scores` come from a product of two activations, one of which has the axis `dim`, and the other
-    does not.
+    """Return True if `scores` come from a product of two activations, and their axis `dim` is an axis of only one of
+    the two. The axis of keys in attention scores is such an axis.
     """
     followed: _Scores | None = call_stack.attention.scores.get(scores)
     return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared
 
 
 def tokens_of_scores(scores: Tensor, dim: int) -> ComparedTokens | None:
-    """Return the tokens of the queries and keys that `scores` compare, with keys along the axis `dim`. Return None if
-    they are unknown, or if the scores are of a part of the keys.
+    """Return the token numbers of the queries and keys from which attention `scores` were computed. The keys are along
+    axis `dim`. Return None if the numbers are unknown, or if the scores cover only a part of the keys.
     """
     followed: _Scores | None = call_stack.attention.scores.get(scores)
     if followed is None or len(followed.tokens) != 2:
@@ -119,8 +123,9 @@ def tokens_of_scores(scores: Tensor, dim: int) -> ComparedTokens | None:
 
 
 def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
-    """Return the tensors in the `result` of a function call that are computed from `before`, a tensor recorded as
-    `scores`, with their axes. A linear map over an axis that is compared ends the comparison.
+    """Return the tensors in the `result` of a function call that were computed from `before`, a tensor recorded as
+    attention `scores`. Each comes with its axes, written as parts of the axes of the original product. A linear map
+    over queries or keys returns none, since its result is not scores.
     """
     if call.function in PRODUCTS:  # with a parameter
         contraction = contraction_of(call.function, call.args, call.kwargs)

@@ -16,8 +16,9 @@ Scores = Float[torch.Tensor, "batch heads queries keys"]
 def scores_behind(
     weights: Float[torch.Tensor, "batch heads queries keys"], read_problem: Callable[[], Problem]
 ) -> tuple[Scores | None, Scores | None]:
-    """Return the scores of an attention problem, and those before its softcap (None without one). Both are None if the
-    problem cannot be stated, or if its weights are not the weights that the function returned, up to rounding.
+    """Return the scores from which attention `weights` were computed, and the scores before the softcap (None without a
+    softcap). They are computed again from the call as a `Problem`. Both are None if that is not possible, or if the
+    softmax of the scores differs from `weights` by more than rounding.
 
     Args:
         weights: weights that the function returned.
@@ -41,8 +42,8 @@ def scores_behind(
 
 
 def _are_weights_of(scores: Scores, expected: Scores, weights: Scores, eps: float) -> bool:
-    """Return True if `weights` equal `expected`, the softmax of `scores`, up to rounding of the scores and the weights
-    by a relative error `eps`.
+    """Return True if `weights` equal `expected`, the softmax of `scores`, up to rounding. `eps` is the relative
+    rounding error of scores and weights.
 
     A score s is rounded by up to eps |s|, so a weight may differ by a factor. Large scores in float16 would seem to be
     other scores without this: at 300, the rounding is 0.3.
@@ -59,16 +60,16 @@ def _are_weights_of(scores: Scores, expected: Scores, weights: Scores, eps: floa
 
 
 def unshifted(scores: Scores) -> Scores | None:
-    """Return scores that entered a softmax; None if they were shifted so that the largest of each row is 0, as in a
-    softmax by hand.
+    """Return `scores`, the input of a softmax that a model computes, unchanged. Return None if the largest score of
+    every row is 0: the model has then subtracted the maximum by hand, and the original scores are unknown.
     """
     is_shifted = scores.numel() > 0 and bool((scores.amax(-1) == 0).all())
     return None if is_shifted else scores
 
 
 def _dtypes(weights: torch.Tensor, problem: Problem) -> list[torch.dtype]:
-    """Return the dtypes in which the function may have computed: those of its tensors, that of autocast, and float32,
-    in which `transformers` computes every softmax.
+    """Return the dtypes in which a model may have computed its attention weights. These are the dtypes of the weights
+    and of the queries, that of autocast, and float32, in which `transformers` computes softmax.
     """
     device = weights.device.type
     of_autocast = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []

@@ -33,9 +33,9 @@ from headwise.shapes import Float
 
 
 def intercepted_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Compute `previous`, torch's `scaled_dot_product_attention` or what another library has put in its place, and
-    return its output. In an accelerated model, the native kernels may compute it. Inside an intercepted model, the
-    interceptors observe the attention weights and may change the output.
+    """Replacement of torch's `scaled_dot_product_attention`. Inside an intercepted model, interceptors observe the
+    attention weights and may change the output. Inside an accelerated model, the native kernels may compute the output.
+    Elsewhere, return the output of `previous`, the function that is replaced.
     """
     if not call_stack.intercepts:
         return accelerated_sdpa(previous, *args, **kwargs)
@@ -45,8 +45,9 @@ def intercepted_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any)
 def _reported_sdpa(
     previous: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute a call of SDPA inside an intercepted model, and return its output. Record the output, from which the
-    layout of the heads is derived. The interceptors then observe the attention weights and may change the output.
+    """Compute a call of SDPA inside an intercepted model, and return its output. The output is recorded and followed,
+    since later operations of the model show which axis is the heads. The interceptors then observe the attention
+    weights and may change the output.
     """
     if reports_unreadable(query):
         return accelerated_sdpa(previous, query, key, value, *args, **kwargs)
@@ -79,7 +80,7 @@ def _reported_sdpa(
 
 @dataclass(frozen=True, eq=False)
 class _SDPACall(AttentionSource):
-    """One call of SDPA, with the tensors as the model passed them.
+    """One call of SDPA in an intercepted model, with the tensors as the model passed them.
 
     Attributes:
         query: the queries.
@@ -108,22 +109,28 @@ class _SDPACall(AttentionSource):
 
     @property
     def weight_axes(self) -> list[int | None]:
-        """The axes of the output, without that of the values: the weights have the same order."""
+        """For each axis of the output, the axis of the attention weights that it corresponds to. In SDPA it is the same
+        axis. The output's axis of values is left out, since weights have no such axis.
+        """
         return list(range(len(self.shape) - 1))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Queries, keys and values, and the mask if there is one."""
+        """Tensors that must stay unchanged until the attention weights are computed again from them: queries, keys,
+        values, and the mask if there is one.
+        """
         mask = self.options.get("attn_mask")
         return [self.query, self.key, self.value, *([] if mask is None else [mask])]
 
     @property
     def weights_id(self) -> object:
-        """The call itself, as each computes its own weights."""
+        """Identity of the attention weights: this object, since each call of SDPA computes its own weights."""
         return self
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
-        """Report the attention call to the interceptors of the model, and return their functions."""
+        """Report the attention call to the interceptors of the model. `layout` states which of its axes are the heads.
+        Return the functions by which they observe or change the call.
+        """
         batch, heads, queries = layout.sizes
         grid = Grid(batch, heads, queries, self.key.shape[-2], self.query.device)
         origin = (self.options.get("attn_mask"), self.options.get("is_causal", False), layout)
@@ -143,21 +150,27 @@ class _SDPACall(AttentionSource):
     def observe(
         self, handlers: CallHandlers, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
     ) -> None:
-        """Pass the attention weights, computed once more, to the observers."""
+        """Compute the attention weights of the call again, since SDPA does not return them. Pass them to the functions
+        in `handlers` that observe the call.
+        """
         if handlers.observations:
             handlers.observe_problem(self.problem(layout), out)
 
     def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the output of each head under uniform attention to the visible keys."""
+        """Return what each head would output if every query attended with equal weights to all keys that it may see."""
         problem, mask = self.problem(layout), self._mask(layout)
         return fill_hidden_rows_as_torch(uniform_output(problem), problem.v, mask)
 
     def stated_problem(self, layout: HeadLayout) -> Problem:
-        """Return the call as a `Problem`, with heads in the given layout."""
+        """Return the call as a `Problem`, headwise's form of the tensors and options of one attention call. `layout`
+        states which axes of the tensors are the heads.
+        """
         return self.problem(layout)
 
     def problem(self, layout: HeadLayout) -> Problem:
-        """Return the call as a `Problem`, with heads in the given layout."""
+        """Return the call as a `Problem`, headwise's form of the tensors and options of one attention call. `layout`
+        states which axes of the tensors are the heads. The result is cached.
+        """
         if layout not in self.problems:
             query = layout.by_head(self.query.expand(*self.shape[:-2], *self.query.shape[-2:]))
             options = self.options | {"attn_mask": self._mask(layout)}
@@ -165,8 +178,8 @@ class _SDPACall(AttentionSource):
         return self.problems[layout]
 
     def _keys_and_values(self, layout: HeadLayout) -> tuple[Tensor, Tensor]:
-        """Return keys and values with axes of sequences, heads, keys and values. Heads that have the same keys and
-        values by the option `enable_gqa`, or are merged with the queries, share them.
+        """Return the keys and the values, each with axes `(batch, kv_heads, keys, ...)`. Heads share keys and values
+        under the option `enable_gqa`, or if the layout merges them with the queries.
         """
         if layout.is_usual and self.options.get("enable_gqa"):
             return self.key, self.value
@@ -180,7 +193,9 @@ class _SDPACall(AttentionSource):
         return tensors[0], tensors[1]
 
     def _mask(self, layout: HeadLayout) -> Tensor | None:
-        """Return the mask with axes of sequences, heads, queries and keys; None without one."""
+        """Return the mask with axes `(batch, heads, queries, keys)`, where an axis may have size 1. Return None if the
+        call has no mask.
+        """
         mask: Tensor | None = self.options.get("attn_mask")
         if mask is None:
             return None
@@ -220,8 +235,8 @@ def _problem_of(
 
 
 def widest_dtype_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v in one dtype if autocast is on, since their dtypes may then differ: the dtype to which torch
-    promotes all three. Otherwise return q, k and v unchanged.
+    """Return q, k and v in one common dtype if autocast is on, since their dtypes may then differ. It is the dtype to
+    which torch promotes all three. Without autocast, return them unchanged.
     """
     if autocast_dtype(q.device) is None:
         return q, k, v

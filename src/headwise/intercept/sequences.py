@@ -21,7 +21,8 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """Tokens of the sequences of a batch so far: their number, their ids and which of them are padding.
+    """Tokens of each sequence of a batch so far, over several calls of the model: their number, their ids, and which of
+    them are padding.
 
     Attributes:
         length: number of tokens of each sequence, with padding.
@@ -36,8 +37,8 @@ class History:
     has_documents: bool = False
 
     def cropped(self, length: int, order: Int[Tensor, " batch"] | None) -> "History":
-        """Return the history of the first `length` tokens. If `order` is passed, sequence `order[b]` moves to index b
-        of the batch.
+        """Return this record cut to the first `length` tokens of each sequence. If `order` is passed, also reorder the
+        batch: sequence `order[b]` moves to index b.
         """
         token_ids, is_real = (
             tensor if tensor is None else (tensor if order is None else tensor[order])[:, :length]
@@ -48,8 +49,8 @@ class History:
     def extended(
         self, count: int, token_ids: Int[Tensor, "batch count"] | None, is_real: Bool[Tensor, "batch count"] | None
     ) -> "History":
-        """Return the history with `count` more tokens of each sequence. Token ids are unknown if they are unknown for
-        one of the two parts.
+        """Return this record with `count` more tokens at the end of each sequence. The ids of all tokens become unknown
+        (None) if those of the earlier or of the new tokens are.
         """
         ids = None
         if token_ids is not None and (self.token_ids is not None or not self.length):
@@ -72,7 +73,7 @@ EMPTY = History(0, None, None)
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
-    """Sequences of an earlier call that an attention call continues.
+    """Sequences of an earlier attention call that a new call continues, as in generation with a key/value cache.
 
     Attributes:
         history: the tokens of these sequences before this call.
@@ -85,7 +86,8 @@ class Continuation:
 
 @dataclass(frozen=True, eq=False)
 class SiteMemory:
-    """Sequences of the latest attention call of a site, by which a later call that continues them is recognised.
+    """Sequences of the latest attention call at one site (attention module, self or cross). A later call that continues
+    them is recognised by its cached keys.
 
     Attributes:
         history: tokens of the sequences after that call.
@@ -105,7 +107,9 @@ class SiteMemory:
 
     @staticmethod
     def of(grid: Grid, keys: Keys | None, history: History, dropped: int = 0, given: int = 0) -> "SiteMemory":
-        """Return the memory of a call whose last tokens of `history` are its queries."""
+        """Return a record of an attention call whose queries are the last tokens of `history`. A later call that
+        continues its sequences is recognised by this record.
+        """
         filled = history.length - dropped
         fingerprint = None if keys is None else fingerprint_of(keys, filled)
         is_newest = torch.arange(filled, device=grid.device) >= filled - grid.queries
@@ -113,13 +117,16 @@ class SiteMemory:
 
     @staticmethod
     def without_positions(grid: Grid, keys: Keys | None, is_newest: Bool[Tensor, "batch keys"] | None) -> "SiteMemory":
-        """Return the memory of a call of which it is unknown where its tokens are among its keys."""
+        """Return a record of an attention call for which it is unknown which keys belong to its queries. A later call
+        that continues its sequences is recognised by this record.
+        """
         fingerprint = None if keys is None else fingerprint_of(keys, grid.keys)
         return SiteMemory(History(grid.keys, None, None), 0, grid.batch, fingerprint, is_newest=is_newest)
 
     def continuation(self, batch: int, cached: int, keys: Keys | None) -> Continuation | None:
-        """Return the sequences that a call continues if its first `cached` keys are keys of the remembered call: from
-        the first key on, or the last ones where a cache drops old keys. Return None if they are not.
+        """Return the sequences that a new attention call continues. It continues the remembered call if its first
+        `cached` keys are that call's keys: either from the first key on, or the last ones if a cache drops old keys.
+        Return None if they are not.
 
         Sequences may have other places in the batch than in the remembered call, as in beam search.
 
@@ -145,8 +152,8 @@ class SiteMemory:
         return None
 
     def starts_again(self, cached: int, keys: Keys | None) -> bool:
-        """Return True if the first `cached` keys of a call are those that were cached before the remembered sequences
-        began, such as learned keys: the call starts new sequences after them.
+        """Return True if an attention call starts new sequences after the same cached prefix, such as learned keys. Its
+        first `cached` keys are then those that were cached before the remembered sequences began.
         """
         if keys is None or self.fingerprint is None or self.dropped or not cached == self.given > 0:
             return False
@@ -154,10 +161,10 @@ class SiteMemory:
         return all(bool((each == remembered).flatten(1).all(1).any()) for each in seen)
 
     def new_keys(self, queries: int, keys: Keys | None) -> Bool[Tensor, "batch keys"] | None:
-        """Return True at the keys of a call with cached keys that the remembered call did not have, if the call
-        continues the remembered sequences, at whatever places the cached keys are; otherwise None. It continues them if
-        it has not more other keys than new `queries`, and some of the newest keys of the remembered call, or all keys
-        if it is unknown which these are.
+        """Return True at the keys of an attention call that the remembered call did not have, if the new call continues
+        the remembered sequences; otherwise None. Cached keys may be at any place. The call continues them if it has at
+        most as many new keys as `queries`, and contains some of the newest remembered keys. If the newest ones are
+        unknown, it must contain all remembered keys.
         """
         if keys is None or self.fingerprint is None:
             return None
@@ -174,7 +181,9 @@ class SiteMemory:
 
 
 def _codes(fingerprint: Float[Tensor, "batch keys features"]) -> Int[Tensor, "batch keys"]:
-    """Return a number for each key that is different for different fingerprints, except by chance."""
+    """Return one whole number for each key, computed from its fingerprint (some features). Different fingerprints have
+    different numbers, except by chance.
+    """
     bits = fingerprint.float().contiguous().view(torch.int32).long()
     return (bits * torch.tensor(_PRIMES[: bits.shape[-1]], device=bits.device)).sum(-1)
 
@@ -184,13 +193,15 @@ _PRIMES = (1, 4294967291, 2147483647, 1000000007)
 
 
 def fingerprint_of(keys: Keys, count: int) -> Float[Tensor, "batch count features"]:
-    """Return a copy of some features of the first `count` keys of the first head."""
+    """Return a copy of the first few features of the first `count` keys of the first head. Later calls recognise cached
+    keys by them.
+    """
     return keys[:, 0, :count, :FINGERPRINT_WIDTH].detach().clone()
 
 
 def _order(seen: Tensor, remembered: Tensor) -> Int[Tensor, " batch"] | None:
-    """Return for each sequence of `seen` the index of an equal sequence of `remembered`, its own index if that is one;
-    None if a sequence has no equal.
+    """Return, for each sequence in `seen`, the index of an equal sequence in `remembered`; if several are equal, its
+    own index is preferred. Return None if some sequence has no equal one.
     """
     batch = len(seen)
     if seen.shape != remembered.shape:
@@ -206,5 +217,7 @@ def _order(seen: Tensor, remembered: Tensor) -> Int[Tensor, " batch"] | None:
 
 
 def padded_to(tensor: Tensor, length: int, value: int) -> Tensor:
-    """Return a tensor `(batch, tokens)`, cut or filled with `value` to `(batch, length)`."""
+    """Return a tensor `(batch, tokens)` with the length `length`: cut at the end, or extended with the number
+    `value`.
+    """
     return F.pad(tensor[:, :length], (0, max(length - tensor.shape[1], 0)), value=value)

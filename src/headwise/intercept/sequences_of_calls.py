@@ -15,18 +15,20 @@ from headwise.statistics.moments import Clusters, separate_clusters
 
 
 class Recurrence(threading.local):
-    """Calls that began the sequences of the later calls of the same site in one call of the model, in one thread."""
+    """Record of the attention call that began the sequences at each site (attention module, self or cross). Later calls
+    at the site may continue them. The record is for one call of the model and one thread.
+    """
 
     def __init__(self) -> None:
         self._first_calls: dict[SiteKey, int] = {}
 
     def on_model_call(self) -> None:
-        """Forget the calls of the previous call of the model."""
+        """Start a new call of the model: discard the attention calls recorded in the previous one."""
         self._first_calls = {}
 
     def with_first_call(self, call: Call) -> Call:
-        """Return an attention call with the number of the call at its site that began its sequences: an earlier one if
-        it attends to keys of earlier calls, otherwise its own.
+        """Return a copy of `call` whose index is that of the attention call that began its sequences. That is an
+        earlier call at the same site if `call` attends to keys of earlier calls; otherwise it is `call` itself.
         """
         if not call.sources.is_recurrent:
             self._first_calls[call.site] = call.index
@@ -34,7 +36,7 @@ class Recurrence(threading.local):
 
 
 class _Queries(NamedTuple):
-    """Queries of a call and of the later calls with other parts of them.
+    """Queries of a group of attention calls, each of which computes attention for a different part of the same queries.
 
     Attributes:
         site: where in the model.
@@ -50,20 +52,20 @@ class _Queries(NamedTuple):
 
 
 class QueryParts(threading.local):
-    """Parts of the queries in the attention calls of one call of the model, in one thread. A model that computes
-    attention in parts to save memory calls it in a loop over the queries, with the same keys.
+    """Record of the attention calls in one call of the model, in one thread, that each compute a part of the same
+    queries. To save memory, some models compute attention in a loop over parts of the queries, with the same keys.
     """
 
     def __init__(self) -> None:
         self._so_far: list[_Queries] = []
 
     def on_model_call(self) -> None:
-        """Forget the calls of the previous call of the model."""
+        """Start a new call of the model: discard the attention calls recorded in the previous one."""
         self._so_far = []
 
     def attends_again(self, call: Call) -> bool:
-        """Return True if some queries of an attention call have attended before in the same call of the model, at the
-        same site.
+        """Return True if an attention call contains queries for which attention was already computed at the same site
+        (attention module, self or cross) in this call of the model.
         """
         tokens, sizes = call.sources.tokens, (call.grid.batch, call.grid.heads)
         return tokens is not None and any(
@@ -72,9 +74,9 @@ class QueryParts(threading.local):
         )
 
     def sequences_of(self, call: Call, continues: bool) -> tuple[int, bool]:
-        """Return the index of the first call at this site on the same sequences, by default that of this call. Also
-        return True if this call continues that first call: with the same keys, and other queries of the same
-        projection. If the tokens of the call are unknown, return its own index and `continues`.
+        """Return the index of the first attention call at this site on the same sequences, and True if this call
+        continues it. It does if it has the same keys, and other queries from the same projection. Otherwise, or if its
+        tokens are unknown, return the call's own index and `continues`.
 
         Args:
             call: the call.
@@ -95,8 +97,8 @@ class QueryParts(threading.local):
 
 @dataclass
 class _SiteCalls:
-    """Clusters of the sequences at one site (a place in the model that computes attention) in one call of the model,
-    and the attention calls that began them.
+    """Attention calls at one site (attention module, self or cross) in one call of the model, and the clusters of their
+    sequences. Sequences in one cluster are not statistically independent.
 
     Attributes:
         clusters: clusters of all sequences of the call of the model.
@@ -110,7 +112,7 @@ class _SiteCalls:
 
 
 class _ModelCall(threading.local):
-    """The current call of the model in one thread.
+    """Attention calls of the current call of the model, in one thread.
 
     Attributes:
         sites: its attention calls so far, by site.
@@ -121,12 +123,13 @@ class _ModelCall(threading.local):
 
 
 class SequenceClusters:
-    """Clusters of the sequences of the attention calls of a model. Several calls of a site (attention module, self or
-    cross) in one call of the model have several values of the same sequences, which depend on each other.
+    """Clusters of the sequences in a model's attention calls, for standard errors: sequences of one cluster are not
+    statistically independent. If a site (attention module, self or cross) attends several times in one call of the
+    model, each sequence has several values of a statistic. These values depend on each other.
 
-    A call that has only some of the sequences does not show which. Their values are independent if it is the only call
-    of its site in the call of the model, and if all sequences of the data are independent. Otherwise their clusters are
-    unknown.
+    An attention call may have only some of the sequences, and does not show which. Their values are independent if it
+    is the only call of its site in the call of the model, and if all sequences of the data are independent. Otherwise
+    their clusters are unknown.
     """
 
     def __init__(self) -> None:
@@ -135,12 +138,13 @@ class SequenceClusters:
         self._lock = threading.Lock()
 
     def on_model_call(self) -> None:
-        """Forget the attention calls of the previous call of the model in this thread."""
+        """Start a new call of the model in this thread: discard the attention calls recorded in the previous one."""
         self._model_call.sites = {}
 
     def of_call(self, site: SiteKey, index: int, sequences: int, of_data: Clusters | None) -> Clusters | None:
-        """Return the clusters of the sequences of an attention call; None if they are unknown. Then they are also
-        unknown for the earlier calls of the site in this call of the model.
+        """Return the cluster of each sequence of an attention call; sequences of one cluster are not statistically
+        independent. Return None if the clusters are unknown. They are then also unknown for earlier calls at the site
+        in this call of the model.
 
         Args:
             site: where in the model.
@@ -162,7 +166,9 @@ class SequenceClusters:
         return calls.clusters[:sequences]
 
     def _next_clusters(self, site: SiteKey, sequences: int) -> Clusters:
-        """Return clusters of one sequence each, for the next sequences at a site."""
+        """Return new clusters for the next sequences at a site (attention module, self or cross), one for each
+        sequence.
+        """
         with self._lock:
             start = self._numbered[site]
             self._numbered[site] += sequences

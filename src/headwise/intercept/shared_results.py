@@ -16,8 +16,9 @@ MOST_RESULTS = 32
 
 
 class SharedResults:
-    """Results by their inputs, those that were used last. Tensors are the same input if they are the same memory and
-    have not been changed since. The inputs are stored with the results, so that their identities stay theirs.
+    """Cache of the results that were used last, by the inputs from which they were computed. Tensors count as the same
+    input if they have the same memory and have not changed. The cache keeps the inputs, so that no other object can get
+    their identity.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,9 @@ class SharedResults:
         self._latest: ReceivedMask | None = None
 
     def of(self, compute: Callable[[], Result], *inputs: Any) -> Result:
-        """Return the result of `compute`, which is called once for the same `inputs`, unless too many others follow."""
+        """Return the result of `compute`, which takes no arguments but depends on `inputs`. If a result for the same
+        inputs is cached, return that one and do not call `compute`.
+        """
         key = tuple(map(_identity, inputs))
         if key not in self._results:
             self._results[key] = compute(), inputs
@@ -36,8 +39,8 @@ class SharedResults:
         return result
 
     def latest_of(self, mask: ReceivedMask | None) -> ReceivedMask | None:
-        """Return the mask that was passed to this method before, if it is equal to `mask`, so that results of one are
-        those of the other. Otherwise return `mask`.
+        """Return the mask that was passed in the previous call, if it equals `mask`; otherwise return `mask`. Results
+        cached for the earlier object are then found again.
         """
         if mask is None or self._latest is None or not mask.equals(self._latest):
             self._latest = mask
@@ -45,8 +48,9 @@ class SharedResults:
 
 
 def _identity(value: Any) -> Hashable:
-    """Return a dictionary key that is equal for the same tensor, also as another view of the same memory, as long as
-    the tensor is not changed; for another object, its identity or, if it is a number, string or grid, its value.
+    """Return a dictionary key for one input. Keys of tensors are equal if they are views of the same memory with the
+    same layout, and not changed in between. For a string, number, `Grid` or None the key is the value; for other
+    objects it is the identity.
     """
     if isinstance(value, Tensor):
         version = 0 if value.is_inference() else value._version

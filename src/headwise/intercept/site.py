@@ -15,10 +15,12 @@ KINDS = ("self", "cross")
 
 @dataclass(frozen=True)
 class Site:
-    """Statement about the attention that one module of a model computes, for `watch` and `gate`: its number of heads,
-    its kind, self- or cross-attention, and the axes of its attention weights.
+    """Statement of the user about the attention that one module of a model computes: its number of heads, its kind
+    (self- or cross-attention), and the axes of its attention weights. `watch` and `gate` accept it as an element of
+    `sites`.
 
-    It is used where this cannot be derived, and otherwise compared with what was derived.
+    The statement is used where these properties cannot be derived from the model. Otherwise it is compared with the
+    derived ones.
 
         hw.watch(model, sites=[hw.Site("blocks.0.mixer", heads=8, kind="self")])
 
@@ -48,8 +50,8 @@ class Site:
             axis_names(self.layout)
 
     def resolved_cross(self, derived: bool | None) -> bool | None:
-        """Return True for cross-attention, False for self-attention: as `derived` if it is not None, else as stated.
-        Return None if it is neither derived nor stated.
+        """Return True for cross-attention, False for self-attention: the kind that the user states, or else the derived
+        kind. Return None if it is neither derived nor stated.
 
         Raises:
             InputError: the derived kind is not the stated one.
@@ -63,7 +65,8 @@ class Site:
         return stated
 
     def head_layout(self, shape: Size, value_axis: int, weight_axes: Sequence[int | None]) -> HeadLayout | None:
-        """Return the stated layout of an attention output; None if none is stated.
+        """Return the layout of the heads in an attention output, as the user states it. Return None if the user states
+        no layout.
 
         Args:
             shape: shape of the output.
@@ -78,13 +81,15 @@ class Site:
         return stated_head_layout(self.path, self.layout, self.heads, shape, value_axis, weight_axes)
 
     def require_heads(self, derived: int) -> None:
-        """Raise `InputError` if the derived number of heads is not the stated one."""
+        """Raise `InputError` if the user states a number of heads that differs from `derived`, the number found in the
+        model.
+        """
         if self.heads not in (None, derived):
             raise InputError("sites", expected=f"{self.heads} heads in {self.path}, as stated", got=derived)
 
 
 def sites_by_path(model: nn.Module, sites: Iterable[Any]) -> dict[str, Site]:
-    """Check statements about the attention of `model`, and return them by the path of their module.
+    """Check the user's statements about the attention of modules of `model`. Return them by the path of their module.
 
     Raises:
         InputError: an element is no `Site`, the model has no such module, or two are about the same module.

@@ -7,8 +7,8 @@ from headwise.intercept.origin import CallOrigins
 
 
 class SiteParts:
-    """Attention layers that one module computes itself, without modules of their own, in the order of their first
-    calls. Calls whose queries come from the same weights are of the same layer.
+    """List of the attention layers that one module computes itself, without a submodule for each. Two calls belong to
+    the same layer if their queries are projected by the same weights. The order is that of the first calls.
     """
 
     def __init__(self) -> None:
@@ -16,19 +16,20 @@ class SiteParts:
         self._of_self_attention: set[frozenset[Hashable]] = set()
 
     def was_self_attention(self, origins: CallOrigins) -> bool:
-        """Return True if the weights that compute the keys of a call have computed the keys of self-attention in an
-        earlier call.
+        """Return True if, in an earlier call of self-attention, the keys were projected by the same weights as in this
+        call. `origins` states the weights.
         """
         return origins.k is not None and origins.k.maps in self._of_self_attention
 
     def add_self_attention(self, origins: CallOrigins) -> None:
-        """Record a call of self-attention."""
+        """Record that the weights which project the keys of this call were used in self-attention."""
         if origins.k is not None and origins.k.maps:
             self._of_self_attention.add(origins.k.maps)
 
     def index(self, cross: bool, origins: CallOrigins | None) -> int:
-        """Return the number of the layer of a call, among those of the same kind. Calls whose queries and keys are not
-        projected by weights are of the first layer.
+        """Return the number of the attention layer that a call belongs to, counted from 0 among the layers of the same
+        kind (self or cross) in the module. A call whose queries and keys are not projected by weights belongs to layer
+        0.
 
         Args:
             cross: True for cross-attention.

@@ -74,8 +74,8 @@ class SiteRecord:
 
     @property
     def statistics(self) -> dict[str, RunningMoments]:
-        """Moments of each statistic over all observed sequences, by the statistic's name, each sequence with its rows
-        so far.
+        """Count, mean and squared deviations of each statistic over all observed sequences, by the statistic's name. A
+        sequence that may be continued later counts with its rows so far.
         """
         moments = self.completed
         for latest in self._latest.values():
@@ -88,13 +88,15 @@ class SiteRecord:
         }
 
     def latest_tallies(self) -> list[Tally]:
-        """Return the sums over the query rows of the latest calls, those that continued each other as one."""
+        """Return, for each latest attention call of this site, the sums of statistics over the query rows. Calls that
+        continue each other, as in generation, count as one.
+        """
         return [call.tally for call in self._latest.values()]
 
     def latest_received(self) -> Float[Tensor, "heads keys"] | None:
         """Return the mean attention weight that each key received in the latest calls: the mean over the query rows
-        that may attend to the key, averaged over sequences; NaN where no row may. Return None if there was no call, or
-        if the statistic `received` is left out.
+        that may attend to the key, averaged over sequences. It is NaN where no row may attend to the key. Return None
+        if there was no call, or if the statistic `received` is left out.
         """
         tallies = [call.tally for call in self._latest.values() if "received" in call.tally.other_sums]
         if not tallies or "received" in self._discarded:
@@ -116,7 +118,9 @@ class SiteRecord:
 def merged_moments(
     statistics: Mapping[str, RunningMoments], others: Mapping[str, RunningMoments]
 ) -> dict[str, RunningMoments]:
-    """Return the moments of each statistic over two sets of sequences together, from the moments over each set."""
+    """Return the moments (count, mean and squared deviations) of each statistic over two sets of sequences together,
+    computed from the moments over each set.
+    """
     merged_statistics = dict(statistics)
     for name, moments in others.items():
         merged_statistics[name] = merged_statistics[name].merge(moments) if name in merged_statistics else moments
@@ -124,7 +128,8 @@ def merged_moments(
 
 
 class _LatestCall(NamedTuple):
-    """The latest attention call of a site, which a further call may continue.
+    """Sums of the statistics over the query rows of the latest attention call of a site (attention module, self or
+    cross). They still grow if a further call continues the same sequences.
 
     Attributes:
         tally: sums over its query rows.
@@ -135,7 +140,8 @@ class _LatestCall(NamedTuple):
     clusters: Clusters | None
 
     def moments(self, *, attends_again: bool) -> dict[str, RunningMoments]:
-        """Return the moments of each statistic over the sequences, each with its mean over the tallied rows.
+        """Return the moments (count, mean and squared deviations) of each statistic over the sequences of this call.
+        The value of a sequence is its mean over the query rows.
 
         Args:
             attends_again: True if other calls may have values of the same sequences, which are not independent then.
@@ -186,8 +192,9 @@ class SiteRegistry(Interceptor):
         self._ran.add(path)
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Record that the module at `path` computed something like attention that is not reported, and the reason. If
-        it is attention, the module is not reported at all, since statistics of a part are not those of the module.
+        """Record that the module at `path` computed something like attention that is not observed, for `reason`. If it
+        is really attention, the results leave out the whole module, since statistics of a part of its attention would
+        be misleading.
         """
         self._unreadable.setdefault(reason, set()).add(path)
         if reason not in REASONS_BESIDE_ATTENTION:
@@ -237,8 +244,8 @@ class SiteRegistry(Interceptor):
 
     @property
     def layers(self) -> list[int]:
-        """Layer number of each element of `records`: the model's own numbers if they are complete and distinct,
-        otherwise the number of the module among the attention modules of the model.
+        """Layer number of each element of `records`. These are the numbers stored in the modules if they are complete
+        and distinct. Otherwise they number the attention modules of the model.
         """
         return layer_numbers(self._modules, {record.site: record.layer for record in self.records})
 
@@ -255,8 +262,8 @@ class SiteRegistry(Interceptor):
 
     @property
     def nonfinite(self) -> dict[str, int]:
-        """Number of query rows, over all heads and sequences, whose attention weights or head output were NaN or
-        infinite, by the path of the module; in the order in which these modules first attended.
+        """Number of query rows with attention weights or head outputs that are NaN or infinite, over all heads and
+        sequences, by module path. Modules are in the order in which they first attended.
         """
         rows: dict[str, int] = {}
         for site, record in self._records.items():
@@ -266,14 +273,14 @@ class SiteRegistry(Interceptor):
 
     @property
     def unread(self) -> list[str]:
-        """Paths of the modules that ran and look like attention, by class name or computation, but whose attention
-        could not be intercepted.
+        """Paths of the modules that ran and seem to compute attention, by their class name or their computation, but
+        whose attention could not be observed.
         """
         return sorted(set().union(*self._paths_by_reason().values()))
 
     def _paths_by_reason(self) -> dict[str, set[str]]:
-        """Return the paths of modules whose attention is not reported, by the reason. Modules that are called attention
-        and ran, but neither reported nor recorded as unreadable, have the reason `NOT_SEEN`.
+        """Return the paths of the modules whose attention is not in the results, by the reason. The reason `NOT_SEEN`
+        applies to modules that are called attention and ran, but in which no attention was found.
         """
         recorded = [*(site.path for site in self._records), *set().union(*self._unreadable.values())]
         innermost = innermost_attention_modules(self._modules, self._ran)
@@ -284,8 +291,8 @@ class SiteRegistry(Interceptor):
         return paths
 
     def require_stated(self, paths: Iterable[str]) -> None:
-        """Raise `InputError` if the model ran, but no attention was seen in one of the modules at `paths`, about which
-        the user made statements.
+        """Raise `InputError` if the model ran, but no attention was found in one of the modules at `paths`. The user
+        has made statements about the attention of these modules.
         """
         seen = [*(site.path for site in self._records), *set().union(*self._unreadable.values())]
         for path in paths if self.ran else ():
@@ -293,7 +300,7 @@ class SiteRegistry(Interceptor):
                 raise InputError("sites", expected="modules in which attention is seen", got=f"none in {path}")
 
     def require_attention(self) -> None:
-        """Raise `InputError` for a model that did not run, or in which no attention was intercepted."""
+        """Raise `InputError` if the model did not run while it was observed, or if no attention was found in it."""
         if not self.ran:
             raise InputError("model", expected="a model that ran while it was watched", got="none", remedy="call it")
         if not self.records:
@@ -303,14 +310,15 @@ class SiteRegistry(Interceptor):
             raise InputError("model", expected="attention in a way that can be seen", got=got)
 
     def _names(self, paths: Iterable[str]) -> str:
-        """Return the sorted paths of modules as a list for messages. The model itself, whose path is empty, is named by
-        its class.
+        """Return module paths, sorted and joined by commas, for messages. The empty path, that of the model itself, is
+        replaced by the name of the model's class.
         """
         return ", ".join(path or type(self._modules[""]).__name__ for path in sorted(paths))
 
     def warn_of_unread(self, stacklevel: int = 4) -> None:
-        """Issue one warning for each reason why modules are not in the result, or not with all statistics. It names the
-        reason and these modules. `stacklevel` selects the calling frame that the warning names, as in `warnings.warn`.
+        """Issue warnings about modules that are missing in the results, or for which some statistics are missing: one
+        warning for each reason, with the modules' paths. `stacklevel` selects the calling frame that the warning names,
+        as in `warnings.warn`.
 
         Args:
             stacklevel: frame that the warning names; by default the caller of a context manager that ends with it.
@@ -320,8 +328,8 @@ class SiteRegistry(Interceptor):
                 warnings.warn(f"{reason}: {self._names(paths)}", stacklevel=stacklevel)
 
     def warn_of_nonfinite(self, stacklevel: int = 4) -> None:
-        """Issue a warning with the modules in which attention weights or head outputs were NaN or infinite, and the
-        numbers of their rows; and one with the heads that have no query row that counts.
+        """Issue up to two warnings. One names the modules in which attention weights or head outputs were NaN or
+        infinite, with their numbers of query rows. The other names the heads in which no query attends to a key.
 
         Args:
             stacklevel: frame that the warnings name, as in `warnings.warn`.
@@ -336,8 +344,8 @@ class SiteRegistry(Interceptor):
             warnings.warn(f"{reason}: {', '.join(without)}", stacklevel=stacklevel)
 
     def _heads_without_rows(self) -> Iterator[tuple[SiteRecord, str]]:
-        """Yield the records of sites in which some heads, but not all, have no query row that counts, as where a factor
-        of 0 hides all keys of a head; and these heads.
+        """Yield each site record in which some heads, but not all, have no query that attends to a key, with the
+        numbers of these heads as text. An example is a head whose keys are all hidden by a factor of 0.
         """
         for record in self.records:
             entropy = record.statistics.get("entropy")

@@ -50,7 +50,7 @@ MODIFICATIONS: frozenset[Callable[..., Any]] = frozenset(
 
 @dataclass(eq=False)
 class Softmax:
-    """One softmax whose result may be attention weights.
+    """Record of one softmax in a model, whose result may be attention weights.
 
     Attributes:
         dim: axis of the softmax.
@@ -82,7 +82,8 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A tensor of attention weights that a model works with: the result of a softmax, or what was computed from it.
+    """Record of a tensor that contains attention weights of a model: the result of a softmax, or a tensor computed from
+    it.
 
     Attributes:
         softmax: the softmax.
@@ -117,31 +118,36 @@ def uniform_weights(
 
 
 def hidden_by_scores(scores: Float[Tensor, "*rows keys"], *, may_be_masked: bool) -> Bool[Tensor, "*rows keys"]:
-    """Return True at keys that scores hide: by -inf, or also by large negative numbers if these may be a mask's."""
+    """Return True at keys that are hidden by their scores. A score of -inf hides a key. If `may_be_masked`, a large
+    negative number does so too, since it may come from an additive mask.
+    """
     return (with_infinite(scores) if may_be_masked else scores) == -torch.inf
 
 
 def record_weights(tensor: Tensor, weights: Weights) -> None:
-    """Record that a tensor contains attention weights."""
+    """Store `weights`, a record that states how `tensor` was computed as attention weights."""
     call_stack.attention.weights.set(tensor, weights)
 
 
 def weights_of(tensor: Tensor) -> Weights | None:
-    """Return the record of a tensor that holds attention weights; None if it holds none, as far as recorded."""
+    """Return the record of a tensor that contains attention weights. Return None if the tensor is not known to contain
+    any.
+    """
     weights: Weights | None = call_stack.attention.weights.get(tensor)
     return weights
 
 
 def weights_among(call: FunctionCall) -> list[Tensor]:
-    """Return the arguments of a function call that are known to be attention weights."""
+    """Return those tensors among the arguments of a function call that are known to contain attention weights."""
     if not call_stack.attention.weights:
         return []
     return [tensor for tensor in call.tensors if call_stack.attention.weights.get(tensor) is not None]
 
 
 def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
-    """Record the `result` of a function that was called with attention weights, its argument `tensor`, if the function
-    casts, drops, masks or rearranges them.
+    """Record the `result` of a function as attention weights, if the function casts, masks, rearranges or applies
+    dropout to its argument `tensor`, which contains attention weights. After any other function, the weights count as
+    used.
     """
     weights = weights_of(tensor)
     assert weights is not None
@@ -176,8 +182,9 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
 
 
 def average_keys(weights: Weights, tensor: Tensor, key_axis: int) -> bool:
-    """Return True if the weights in a `tensor` still average the keys after all that the model changed: none is
-    negative, and in each query row they have the sum 1, or are those of the softmax or 0.
+    """Return True if each query row of attention weights, as the model has modified them, is still an average over
+    keys. No weight may be negative. The sum of a row must be 1 or 0, or its weights must be those of the softmax with
+    some set to 0.
 
     Args:
         weights: the record of the tensor.
@@ -197,7 +204,7 @@ def average_keys(weights: Weights, tensor: Tensor, key_axis: int) -> bool:
 
 
 def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, index: int | None) -> Weights:
-    """Return the record of a view of attention weights.
+    """Return the record of a view of a tensor that contains attention weights, as made by `reshape` or an index.
 
     Args:
         call: call of the function that returns the view.
@@ -225,7 +232,8 @@ def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, inde
 
 
 def _zeroed_by(before: Tensor, undropped: Tensor | None, result: Tensor) -> Bool[Tensor, "*shape"] | None:
-    """Return True where a function, such as a product with a mask of 0 and 1, set weights to 0; None if nowhere.
+    """Return True where a function has set attention weights to 0, such as a product with a mask of 0 and 1. Return
+    None if it has set none.
 
     Args:
         before: the weights before the function and without dropout. If the function overwrote them, a weight that is 0
@@ -240,7 +248,9 @@ def _zeroed_by(before: Tensor, undropped: Tensor | None, result: Tensor) -> Bool
 
 
 def _undropped_after(call: FunctionCall, tensor: Tensor, weights: Weights) -> Tensor | None:
-    """Return the weights before dropout after a function call with the dropped weights; None without dropout."""
+    """Return the attention weights without dropout after a function call: repeat the call with the undropped weights in
+    place of its argument `tensor`. Return None if the model applied no dropout.
+    """
     if weights.undropped is None:
         return None
     with torch.no_grad():
@@ -256,12 +266,14 @@ def _drops(
     *,
     train: bool = True,
 ) -> bool:
-    """Return True if a call of `F.dropout` or `torch.dropout` with these arguments changes weights."""
+    """Return True if a call of `F.dropout` or `torch.dropout` with these arguments sets elements to 0, that is in
+    training mode with a probability above 0.
+    """
     return training and train and bool(p)
 
 
 def _mask_and_value(input: Tensor, mask: Tensor, value: Tensor | float) -> tuple[Tensor, Tensor | float]:  # noqa: A002
-    """Return the arguments `mask` and `value` of a call of `masked_fill`, in which they may be passed by position or by
+    """Return the arguments `mask` and `value` of a call of `masked_fill`, whether they were passed by position or by
     name.
     """
     return mask, value

@@ -16,8 +16,8 @@ _AXIS = re.compile(r"\(([^()]*)\)|(\S+)")
 
 
 def axis_names(layout: str) -> Names:
-    """Return the names in a layout: those in parentheses are parts of one axis. The names `h`, `q` and `k` are the
-    heads, the queries and the keys; all others are sequences.
+    """Return the names of the axes in a layout such as "(b h) q k", which the user states. Names in parentheses are
+    parts of one axis. The names `h`, `q` and `k` are the heads, the queries and the keys; all others are sequences.
 
     Raises:
         InputError: a name is missing or occurs twice, or the heads are in the middle of an axis.
@@ -35,7 +35,8 @@ def axis_names(layout: str) -> Names:
 def stated_head_layout(
     path: str, layout: str, heads: int | None, shape: Size, value_axis: int, weight_axes: Sequence[int | None]
 ) -> HeadLayout:
-    """Return the layout of an attention output whose weights have a stated layout.
+    """Return which axes of an attention output are heads, queries and values. The user has stated this for the axes of
+    the module's attention weights, as a text such as "(b h) q k".
 
     Args:
         path: path of the module.

@@ -14,7 +14,8 @@ EXPECTED = "a boolean tensor (batch, tokens), True at tokens that are not paddin
 
 
 class StatedPadding:
-    """Tokens that are not padding, as the user states them, for the attention calls of the whole model or of modules.
+    """Statement of the user about which tokens are padding, for all attention calls of a model or for those in some
+    modules.
 
     Args:
         padding: a boolean tensor `(batch, tokens)` that is True at tokens that are not padding, or a dict of such
@@ -39,8 +40,9 @@ class StatedPadding:
         self._parts: dict[Hashable, Bool[Tensor, "batch queries"]] = {}
 
     def of_call(self, path: str, grid: Grid, first: int) -> Bool[Tensor, "batch queries"] | None:
-        """Return True at the queries of an attention call that are not padding, as stated for the innermost module
-        around it; None if nothing is stated about them. Queries after the stated tokens are generated, and not padding.
+        """Return a mask of the queries of an attention call that is True at tokens and False at padding. It is what the
+        user states for the innermost module around the call; None if nothing is stated. Tokens beyond the statement are
+        generated, so they are not padding.
 
         Args:
             path: path of the module of the call.
@@ -66,7 +68,9 @@ class StatedPadding:
         return self._parts[key]
 
     def require_used(self) -> None:
-        """Raise `InputError` if a statement fits no attention call of the model."""
+        """Raise `InputError` if the user states padding that was not used for any attention call, since the sizes of no
+        call fit.
+        """
         for path, real in self._by_path.items():
             if path not in self._used:
                 where = "" if path is None else f" in {path}"

@@ -111,17 +111,21 @@ class StatisticsObserver(Interceptor):
         self._heads.on_module_call(path)
 
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
-        """Compare the input and output of the module at `path` with head outputs, if it may be an output projection."""
+        """At the end of a call of the module at `path`, compare its input and output with head outputs if it may be an
+        output projection.
+        """
         self._written_norms.on_module_end(path, arguments, output)
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Record in the result of `watch` that the module at `path` computed something like attention, but that it is
-        not in the result, for `reason`.
+        """Record in the result of `watch` that the module at `path` computed something like attention that is not in
+        the result, and the reason.
         """
         self._heads.on_unreadable(path, reason)
 
     def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
-        """Compare the weights of the projection that maps head outputs with those of the one that was found by name."""
+        """Record the weights of a linear map that the model applies to the head outputs of the module at `path`. They
+        show whether the output projection found by its name is the right one.
+        """
         self._written_norms.on_projected(path, weights)
 
     def on_left_out(self, path: str, reason: str) -> None:
@@ -129,9 +133,10 @@ class StatisticsObserver(Interceptor):
         self._heads.on_left_out(path, reason)
 
     def observe(self, call: Call) -> Observation | None:
-        """Return the functions that observe `call`, with the call's tokens and padding. One function adds up statistics
-        of the attention weights during the call and, if a capture was requested, copies the chosen weights. The other
-        adds the statistics to the result of `watch` at the end of the call, and stores the copied weights there.
+        """Return two functions that observe `call`, with the call's tokens and padding. The first one adds up
+        statistics of the attention weights and, if a capture was requested, copies the chosen weights. The second one
+        is called at the end of the call: it adds the statistics, and stores the copied weights, in the result of
+        `watch`.
         """
         if call.is_recomputation:
             return NO_EFFECT
@@ -194,8 +199,9 @@ class StatisticsObserver(Interceptor):
         return Observation(observer, observed.context, on_end, whole_call=needed, keeps_output=self._keeps_output)
 
     def _tally(self, call: Call, observed: ObservedCall, value_dim: int | None) -> Tally:
-        """Return an empty tally for a call. If further statistics cannot be computed for it, they are removed from the
-        results of its site, since a mean over the other calls alone would be another statistic.
+        """Return an empty tally, an object that adds up the statistics of one attention call over its query rows. If
+        further statistics cannot be computed for this call, remove them from the site's results: a mean over the other
+        calls alone would be a different statistic.
         """
         projected = call.site.path, call.grid.heads, value_dim
         gram = self._written_norms.gram(*projected) if self._needs_projection else None
@@ -210,9 +216,9 @@ class StatisticsObserver(Interceptor):
         return Tally(gram, observed.first_token, measured=self._measured, further=further)
 
     def _leave_out_missing(self, record: SiteRecord, tally: Tally) -> None:
-        """Remove from the results of a module the largest logits that a call lacks, since the largest of the other
-        calls would be another number, and the further statistics that could not be computed for the rows of a call.
-        Name the module unless the call lacks a softcap alone.
+        """Remove statistics from a site's results if one call lacks them: the largest logits if the scores are unknown,
+        and further statistics that could not be computed. A maximum or mean over the other calls alone would be a
+        different number. Report the module, unless only the logits before a softcap are missing.
         """
         missing = (LARGEST if tally.measured is None else LARGEST & tally.measured) - tally.other_sums.keys()
         if tally.row_sums is not None and missing:
@@ -224,8 +230,8 @@ class StatisticsObserver(Interceptor):
             self._heads.on_left_out(record.site.path, tally.further.refused)
 
     def finish(self) -> None:
-        """End the observation: leave out the statistics that no call of the model has confirmed, and name modules that
-        were added to the model.
+        """End the observation. Remove `written_norm` where no call has confirmed the output projection, and report
+        modules that were added to the model during the observation.
 
         Raises:
             InputError: the padding that the user states fits no attention call.
@@ -242,7 +248,7 @@ class StatisticsObserver(Interceptor):
 
     def _leave_out_written_norm(self, path: str) -> None:
         """Remove `written_norm`, and further statistics that need the output projection, from the results of the
-        attention module at `path`, and name the module.
+        attention module at `path`. Report the module, so that a warning names it.
         """
         if not self._needs_projection:
             return

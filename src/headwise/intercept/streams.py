@@ -20,7 +20,8 @@ PADDED_QUERIES_UNKNOWN = (
 
 
 class Stream(NamedTuple):
-    """Self-attention call of the running model call, whose padding and tokens apply to cross-attention as well.
+    """Record of a self-attention call in the running call of the model. Its padding and tokens also apply to
+    cross-attention over the same tokens.
 
     Attributes:
         path: path of its module.
@@ -44,11 +45,11 @@ class Stream(NamedTuple):
 
 
 def stream_of_queries(call: Call, streams: Iterable[Stream]) -> Stream | None:
-    """Return the self-attention over the tokens that are the queries of a call of cross-attention; None if it cannot be
-    established.
+    """Return the self-attention call over the tokens from which the queries of a cross-attention call come. Return None
+    if it is not certain which call that is.
 
-    Its queries depend on the same inputs of the model. If several streams fit, it is the one in the nearest module, or
-    any if they agree about padding.
+    The queries of both calls depend on the same inputs of the model. If several calls of self-attention fit, return the
+    one in the nearest module, or any of them if they agree about padding.
     """
     fitting = [stream for stream in streams if (stream.batch, stream.queries) == (call.grid.batch, call.grid.queries)]
     related = [each for each in fitting if each.query_sources and not each.query_sources & ~call.sources.of_queries]
@@ -58,8 +59,8 @@ def stream_of_queries(call: Call, streams: Iterable[Stream]) -> Stream | None:
 
 
 def stream_of_keys(call: Call, streams: Iterable[Stream]) -> Stream | None:
-    """Return the self-attention over the tokens that are the keys of a call of cross-attention; None if it is unknown.
-    Its queries depend on the same inputs of the model.
+    """Return the self-attention call over the tokens from which the keys of a cross-attention call come: its queries
+    and these keys depend on the same inputs of the model. Return None if there is no such call.
     """
     for stream in streams:
         is_related = stream.query_sources and not stream.query_sources & ~call.sources.of_keys
@@ -71,10 +72,10 @@ def stream_of_keys(call: Call, streams: Iterable[Stream]) -> Stream | None:
 def has_unknown_padding(
     call: Call, facts: MaskFacts | None, of_queries: Stream | None, streams: Iterable[Stream]
 ) -> bool:
-    """Return True if some queries of a call of cross-attention may be padding, but it is unknown which: it is unknown
-    in `of_queries`, the self-attention over the same tokens. Or there is none so far, a mask in this call of the model
-    or among the arguments of the modules shows padding, and the queries, of which there are several, depend on inputs
-    of the model.
+    """Return True if it is unknown which queries of a cross-attention call are padding, although some may be. If
+    `of_queries`, the self-attention call over the same tokens, is not None, the result depends on whether its padding
+    is known. Otherwise return True if there are several queries, they depend on inputs of the model, and some mask in
+    this call of the model shows padding.
     """
     if of_queries is not None:
         return not of_queries.real.is_known
@@ -87,13 +88,15 @@ def has_unknown_padding(
 
 
 def _agree(one: Stream, other: Stream) -> bool:
-    """Return True if two streams have the same padded queries."""
+    """Return True if the records of two self-attention calls mark the same queries as padding."""
     if one.real.queries is None or other.real.queries is None:
         return one.real.queries is other.real.queries and one.real.is_known == other.real.is_known
     return torch.equal(one.real.queries, other.real.queries)
 
 
 def _common(path: str, other: str) -> int:
-    """Return the number of names that two module paths have in common at their start."""
+    """Return the number of leading names that two module paths have in common, such as 2 for `encoder.0.attn` and
+    `encoder.0.mlp`.
+    """
     is_equal = [a == b for a, b in zip(path.split("."), other.split("."), strict=False)]
     return (*is_equal, False).index(False)

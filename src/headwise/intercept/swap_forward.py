@@ -9,8 +9,8 @@ from torch import nn
 
 @contextmanager
 def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the `forward` of one module object within the context, and restore the previous one afterwards, unless
-    other code has replaced it in the meantime.
+    """Return a context in which `forward` replaces the method `forward` of one module object. At its end, the previous
+    method is restored, unless other code has replaced it in the meantime.
     """
     attributes = vars(module)  # written directly, since modules may define what it means to set an attribute
     has_own, before = "forward" in attributes, attributes.get("forward")

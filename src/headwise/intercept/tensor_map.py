@@ -10,8 +10,8 @@ Value = TypeVar("Value")
 
 
 class TensorMap(Generic[Value]):
-    """Mapping whose keys are tensors, compared by identity. It does not keep them in memory: an entry disappears with
-    its tensor, so a value must not refer to its own key.
+    """Mapping with tensors as keys, compared by identity. It keeps no key in memory: an entry disappears when its
+    tensor no longer exists. A value must therefore not refer to its own key.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class TensorMap(Generic[Value]):
         return bool(self._entries)
 
     def get(self, tensor: Tensor) -> Value | None:
-        """Return the value of a tensor; None if it has none."""
+        """Return the value stored for a tensor; None if there is none."""
         entry = self._entries.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
@@ -35,7 +35,7 @@ class TensorMap(Generic[Value]):
         self._entries[id(tensor)] = weakref.ref(tensor, partial(_discard, self._entries, id(tensor))), value
 
     def discard(self, tensor: Tensor) -> None:
-        """Remove the value of a tensor, if it has one."""
+        """Remove the value stored for a tensor, if there is one."""
         self._entries.pop(id(tensor), None)
 
     def clear(self) -> None:
@@ -44,7 +44,9 @@ class TensorMap(Generic[Value]):
 
 
 def _discard(entries: dict[int, tuple[weakref.ref[Tensor], Any]], key: int, reference: weakref.ref[Tensor]) -> None:
-    """Remove the entry of a tensor that no longer exists, unless another tensor has taken its key."""
+    """Remove the entry of a tensor that no longer exists. Do nothing if a new tensor with the same id has an entry in
+    its place.
+    """
     entry = entries.get(key)
     if entry is not None and entry[0] is reference:
         del entries[key]

@@ -49,15 +49,19 @@ SORTS: frozenset[Callable[..., Any]] = frozenset({torch.sort, Tensor.sort, torch
 
 
 class TokenNumbers:
-    """Numbers of the tokens of all tensors of a running model that follow from a linear map without another one."""
+    """Record of which token each element of a tensor belongs to, for tensors of a running model. Tokens are numbered in
+    the result of a linear map, such as the query projection. The numbers are followed through later functions until the
+    next linear map.
+    """
 
     def __init__(self) -> None:
         self._numbered: TensorMap[NumberedTokens] = TensorMap()
         self._counts: dict[tuple[Any, ...], Tensor] = {}
 
     def record(self, call: FunctionCall, result: Any) -> None:
-        """Record the token numbers of the `result` of a function call: new ones if it is a linear map, otherwise those
-        of the first argument that has some, selected and reordered in the same way.
+        """Record the token numbers of the `result` of a function call. A linear map numbers its tokens anew. Any other
+        function passes on the numbers of its first numbered argument, selected and reordered in the same way as the
+        elements.
         """
         if call.function in PRODUCTS:
             axis = _axis_of_features(call, result)
@@ -77,8 +81,9 @@ class TokenNumbers:
                 self._numbered.set(tensor, numbered)
 
     def compared(self, query: Tensor, key: Tensor, value: Tensor) -> ComparedTokens | None:
-        """Return the tokens of queries, keys and values, which are tensors `(..., length, features)`, for each sequence
-        and head. If keys have fewer heads, it is those of the first head. Return None if they are unknown.
+        """Return the token numbers of queries, keys and values, three tensors `(..., length, features)`, for each
+        sequence and head. If there are fewer key heads than query heads, return the numbers of the first head. Return
+        None if those of queries or keys are unknown.
         """
         q, k, v = (self._numbered.get(tensor) for tensor in (query, key, value))
         if q is None or k is None:
@@ -89,8 +94,9 @@ class TokenNumbers:
         return ComparedTokens(q._replace(numbers=q.numbers[place]), k._replace(numbers=k.numbers[place]), values)
 
     def along(self, contraction: Contraction, operand: Tensor, label: Label | None) -> NumberedTokens | None:
-        """Return the tokens of a factor of a product along the axis with this label, which comes last, after the axes
-        that all factors share. Return None if they are unknown.
+        """Return the token numbers of `operand`, one factor of a product, along the axis with the given label. Axes
+        that all factors share come before this axis; of other axes the first element is used. Return None if the
+        numbers are unknown.
         """
         numbered, labels = self._numbered.get(operand), contraction.labels_of(operand)
         if numbered is None or not numbered.numbers.numel():
@@ -102,7 +108,9 @@ class TokenNumbers:
         return numbered._replace(numbers=numbers)
 
     def _number(self, tensor: Tensor, axis: int) -> None:
-        """Number the tokens of the result of a linear map, which has features along this axis."""
+        """Number the tokens in the result of a linear map from 1. `axis` is the axis of features; all other axes are
+        tokens.
+        """
         shape = tuple(size for index, size in enumerate(tensor.shape) if index != axis)
         key = (*shape, tensor.device)
         if key not in self._counts:
@@ -112,8 +120,9 @@ class TokenNumbers:
         self._numbered.set(tensor, NumberedTokens(numbers, LinearMapCall(shape)))
 
     def _repeat(self, call: FunctionCall, result: Any, linear_map: LinearMapCall, largest: int) -> None:
-        """Record the numbers of a `result` by repeating the function call with numbers in place of elements. They stay
-        unknown if this fails, or if an argument without numbers has more elements than `largest`, such as cached keys.
+        """Record the token numbers of the `result` of a function that selects or reorders elements, by repeating the
+        call with numbers in place of elements. The numbers stay unknown if this fails, or if an argument without
+        numbers has more elements than `largest`, such as cached keys.
         """
         name = call.function.__name__
         is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
@@ -139,7 +148,8 @@ class TokenNumbers:
                 self._numbered.discard(tensor)
 
     def _numbers_of(self, argument: Any, largest: int) -> Any:
-        """Return an argument with numbers in place of the elements of tensors: 0 for those of unknown tokens.
+        """Return an argument of a function call with token numbers in place of tensor elements. Elements of unknown
+        tokens become 0.
 
         Raises:
             ValueError: a tensor without numbers has more elements than `largest`.
@@ -159,7 +169,9 @@ class TokenNumbers:
 
 
 def _axis_of_features(call: FunctionCall, result: Any) -> int | None:
-    """Return the axis of the features in the `result` of a linear map; None for other products."""
+    """Return the axis of the features in the `result` of a linear map. Return None if the call is another kind of
+    product.
+    """
     tensors = call.tensors
     if not isinstance(result, Tensor) or type(result) is not Tensor or result.is_meta or result.is_nested:
         return None
@@ -174,8 +186,8 @@ def _axis_of_features(call: FunctionCall, result: Any) -> int | None:
 
 
 def _of_equal_parts(args: tuple[Any, ...], result: Any) -> list[Tensor]:
-    """Return the numbers of features of the same tokens that are concatenated, without a copy of the numbers for each
-    feature; empty for other functions.
+    """Return the token numbers of a tensor that concatenates features of the same tokens. The numbers are stored once
+    for all features, not copied. Return an empty list if the call did something else.
     """
     parts = args[0]
     if not isinstance(parts, list | tuple) or any(part.stride(-1) or part.ndim != result.ndim for part in parts):

@@ -38,8 +38,8 @@ TORCH_ATTENTION = F.multi_head_attention_forward
 
 class TorchCalls(TorchFunctionMode):
     """Torch function mode that intercepts attention in the thread that enters it. It intercepts
-    `scaled_dot_product_attention`, softmax, and torch functions that lead to it or use its result, both as functions
-    of torch and as tensor methods.
+    `scaled_dot_product_attention`, softmax, the functions that compute the input of a softmax, and those that use its
+    result, also as tensor methods.
     """
 
     def __torch_function__(
@@ -72,8 +72,8 @@ class TorchCalls(TorchFunctionMode):
 
 
 def _recorded(call: FunctionCall, result: Any) -> Any:
-    """Return the `result` of a function call of an intercepted model. Follow it if it is attention scores, weights or
-    outputs.
+    """Return the `result` of a function call in an intercepted model. If it is attention scores, weights or an
+    attention output, record it so that later functions are followed. Interceptors may change an attention output.
     """
     after_function(call, result)
     if call.function in eager_softmax.SOFTMAXES:
@@ -95,8 +95,9 @@ def _torch_attention(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Compute `F.multi_head_attention_forward` and return its result. The functions below intercept the attention in
-    it, whose queries, keys and values have the sources that are recorded here.
+    """Compute `F.multi_head_attention_forward` inside an intercepted model, and return its result. Attention inside it
+    is intercepted by replacements of SDPA, softmax and others; this function records the sources of its queries, keys
+    and values.
     """
     lineage, module_calls = call_stack.lineage, call_stack.module_calls
     weight = kwargs["q_proj_weight"] if in_proj_weight is None else in_proj_weight
@@ -111,8 +112,8 @@ def _torch_attention(
 
 
 def _appended_keys(*args: Any, **kwargs: Any) -> int:
-    """Return the number of keys without a token that `F.multi_head_attention_forward` appends to its keys if it is
-    called with these arguments: a learned key, and a key of zeros.
+    """Return the number of keys that a call of `F.multi_head_attention_forward` appends and that belong to no token.
+    There may be a learned key (`bias_k`) and a key of zeros (`add_zero_attn`).
     """
     arguments = _TORCH_ATTENTION_SIGNATURE.bind(*args, **kwargs).arguments
     return int(arguments.get("bias_k") is not None) + int(bool(arguments.get("add_zero_attn")))
@@ -131,8 +132,9 @@ def _softmax(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute softmax by `previous`. Inside `F.multi_head_attention_forward` of an intercepted model, also record the
-    result as attention weights, which are followed until they are multiplied with the values.
+    """Replacement of `F.softmax`, which calls `previous`, the replaced function. Inside
+    `F.multi_head_attention_forward` of an intercepted model, it also records the result as attention weights, so that
+    they are followed to their product with the values.
     """
     result = previous(input, dim, *args, **kwargs)
     if _is_in_torch_attention():
@@ -141,10 +143,10 @@ def _softmax(
 
 
 def _following(own: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a function that calls the function that it receives first: torch's function `own`, or a replacement of it.
-    Inside `F.multi_head_attention_forward` of an intercepted model, it also checks if an argument is recorded attention
-    weights. If so, the weights are followed in the result of dropout, and a product of the weights with the values is
-    reported as an attention call to the interceptors, which may change the product.
+    """Return an intercepting function for `own`, torch's dropout or `bmm`. It receives the replaced function as its
+    first argument and calls it. Inside `F.multi_head_attention_forward` of an intercepted model, it also follows
+    attention weights among the arguments. A product of these with the values is reported to the interceptors, which may
+    change it.
     """
 
     def call_and_follow(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -165,15 +167,15 @@ def _is_in_torch_attention() -> bool:
 
 
 def _intercepting(owner: Any, name: str, intercept: Callable[..., Any]) -> Replacement:
-    """Return the replacement of the function `name` of `owner` by one that calls `intercept` with the replaced function
-    and the arguments.
+    """Return a replacement of the function `name` of `owner`. It calls `intercept` with the replaced function and then
+    the arguments of the call.
     """
     return Replacement(owner, name, InterceptedFunction(intercept, getattr(owner, name)))
 
 
 def _replacements_for_sdpa() -> Iterator[Replacement]:
-    """Yield what is replaced to intercept calls of SDPA and `attend`, also where checkpointing repeats them, and to
-    copy modules without hooks.
+    """Yield the replacements that intercept calls of SDPA and of `headwise.attend`, also when activation checkpointing
+    repeats them. Another one lets copies of modules leave out headwise's hooks.
     """
     yield _intercepting(F, "scaled_dot_product_attention", intercepted_sdpa)
     yield Replacement(attend, "interception_hook", answer_intercepted)
@@ -183,7 +185,9 @@ def _replacements_for_sdpa() -> Iterator[Replacement]:
 
 
 def _replacements_for_attention() -> Iterator[Replacement]:
-    """Yield what is replaced to intercept attention that is computed in other ways."""
+    """Yield the replacements that intercept attention inside `F.multi_head_attention_forward` where it is computed
+    without SDPA: by softmax, dropout and `bmm`.
+    """
     yield _intercepting(F, "softmax", _softmax)
     yield _intercepting(F, "dropout", _following(DROPOUT))
     yield _intercepting(torch, "bmm", _following(BMM))

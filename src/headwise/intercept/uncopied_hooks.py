@@ -13,8 +13,8 @@ HOOK_DICTS = (
 
 
 class UncopiedHooks:
-    """Base class of objects with methods that are hooks of a module. A copy of the object, such as in a copy of the
-    module by a class that copies its hooks itself, has the attribute `is_copy`, and its hooks must do nothing.
+    """Base class of objects whose methods are hooks of a module. Such hooks must not work in a copy of the module. If
+    the object is copied with the module, the copy has `is_copy` True, and its hooks must do nothing.
 
     Attributes:
         is_copy: True in a copy.
@@ -24,12 +24,12 @@ class UncopiedHooks:
 
     @property
     def context(self) -> str:
-        """Name, in messages, of the context that registered the hooks, such as "hw.gate"."""
+        """Name, for error messages, of the context that registered the hooks, such as "hw.gate"."""
         raise NotImplementedError
 
     @property
     def remedy(self) -> str:
-        """Way to remove the hooks, in messages."""
+        """Advice, for error messages, how to remove the hooks."""
         return f"leave the context of {self.context} first"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "UncopiedHooks":
@@ -40,8 +40,8 @@ class UncopiedHooks:
 
 
 def uncopied_hooks_of(module: nn.Module) -> UncopiedHooks | None:
-    """Return the hooks of a module that a context of headwise has registered, such as `gate`, or `accelerate`; None if
-    there are none. Those of the innermost context come first.
+    """Return the object with the hooks that headwise has registered on a module, by `gate`, `accelerate` or another
+    context. If there are several, return that of the innermost context; if there is none, return None.
     """
     hooks = (*reversed(module._forward_hooks.values()), *module._forward_pre_hooks.values())
     owners = (getattr(hook, "__self__", None) for hook in hooks)
@@ -49,15 +49,17 @@ def uncopied_hooks_of(module: nn.Module) -> UncopiedHooks | None:
 
 
 def _copy_of(kind: type[UncopiedHooks]) -> UncopiedHooks:
-    """Return an object without attributes except that it is a copy."""
+    """Return a copy of an object of the class `kind` whose hooks do nothing. It has no attribute except `is_copy`,
+    which is True.
+    """
     hooks = kind.__new__(kind)
     hooks.is_copy = True
     return hooks
 
 
 def getstate_without_hooks(getstate: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """Return a replacement for `getstate`, the method `__getstate__` of torch modules, by which modules are copied and
-    pickled. The state that the replacement returns is without uncopied hooks.
+    """Return a replacement for `getstate`, the method `__getstate__` of `nn.Module`, which `copy` and `pickle` call.
+    The state that the replacement returns does not contain the hooks that belong to the original module only.
     """
 
     def __getstate__(module: nn.Module) -> Any:  # noqa: N807

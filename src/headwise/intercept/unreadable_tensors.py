@@ -17,8 +17,8 @@ def has_usual_values(tensor: Tensor) -> bool:
 
 
 def reports_unreadable(tensor: Tensor) -> bool:
-    """Return True if a tensor of an attention call is of a class that stores values in its own way, such as nested and
-    distributed tensors. Then also report the running modules as unreadable.
+    """Return True if a tensor of an attention call stores its values in its own way, as nested and distributed tensors
+    do. In this case, also report the running modules to the interceptors as unreadable.
     """
     if not tensor.is_nested and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return False
@@ -30,12 +30,16 @@ def reports_unreadable(tensor: Tensor) -> bool:
 
 
 def has_no_numbers() -> bool:
-    """Return True in function transforms such as `torch.func.vmap`, where conditions cannot depend on tensors."""
+    """Return True inside function transforms such as `torch.func.vmap`. Tensors have no concrete numbers there, so
+    Python conditions cannot depend on them.
+    """
     return bool(get_interpreter_stack())
 
 
 def why_not_observed(device: torch.device) -> str | None:
-    """Return the reason why attention on `device` has no values that can be observed now; None if it has."""
+    """Return the reason why attention on `device` cannot be observed now: the meta device, or `torch.func.vmap`. Return
+    None if it can be observed.
+    """
     if device.type == "meta":
         return "attention on the meta device has no values; load the weights on another device"
     if any(interpreter.key() == TransformType.Vmap for interpreter in get_interpreter_stack() or ()):

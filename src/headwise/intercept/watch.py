@@ -22,10 +22,10 @@ FRAMES = 6
 def watch(
     model: Any, *, special: Collection[int] = (), detail: Any = None, sites: Iterable[Any] = (), padding: Any = None
 ) -> Iterator[Heads]:
-    """Collect statistics of every attention head, from all attention calls of `model` within the context, and yield the
+    """Collect statistics of every attention head, from all attention calls of `model` within the context. Yield the
     `Heads` object that contains them. `special` contains the ids of special tokens, such as [CLS]; `detail` selects
-    attention weights to store in addition; `sites` and `padding` state what cannot be derived about the attention of a
-    module and about padded tokens.
+    attention weights to store in addition. If the attention of a module, or the padding, cannot be derived from the
+    model, state it with `sites` and `padding`.
 
     The model computes the same output, up to rounding.
 
@@ -67,8 +67,8 @@ def watch(
 
 @contextmanager
 def watch_further(model: nn.Module, further: FurtherStatistics, special: Collection[int] = ()) -> Iterator[Heads]:
-    """Collect the statistics of `watch` and further ones from all attention calls of `model` within the context, and
-    yield the `Heads` object whose records contain them.
+    """Collect the statistics of `watch`, and those that `further` defines, from all attention calls of `model` within
+    the context. Yield the `Heads` object that contains them.
 
     Args:
         model: any module that `watch` supports.
@@ -93,7 +93,9 @@ def _observed(
     sites: Iterable[Any] = (),
     context: str = "an analysis of headwise",
 ) -> Iterator[None]:
-    """Let an observer add to `heads` while the context is open; at its end, name what was not observed."""
+    """Return a context in which `observer` adds statistics of the model's attention to `heads`. At its end, warn of
+    modules whose attention was not observed.
+    """
     sites = list(sites)
     with intercepted(model, observer, sites, context):
         yield

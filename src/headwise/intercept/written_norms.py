@@ -35,7 +35,8 @@ other dtypes, four times the distance between 1 and the next number may be more.
 
 
 class _ProjectionCall(NamedTuple):
-    """Three rows of the input and output of one call of a module.
+    """Three rows of the input, and the same rows of the output, from one call of a module that may be an output
+    projection.
 
     Attributes:
         inputs: rows of the input.
@@ -53,7 +54,7 @@ class _ProjectionCall(NamedTuple):
 
 
 class _HeadOutputs(NamedTuple):
-    """Outputs of all heads in one attention call.
+    """Outputs of all heads in one attention call, before the output projection.
 
     Attributes:
         by_token: the outputs.
@@ -66,7 +67,8 @@ class _HeadOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _ModelCall:
-    """Attention and projections of the current call of the model in one thread.
+    """Data of the current call of the model in one thread: head outputs that still have to be compared with their
+    output projection, and calls of modules that may be output projections.
 
     Attributes:
         head_outputs: outputs of heads that wait for their projection, by the path of the attention module.
@@ -78,8 +80,9 @@ class _ModelCall:
 
 
 class WrittenNorms:
-    """Matrices with which `written_norm` is computed from head outputs, for the attention modules of a model. The first
-    call of each module confirms that the output projection which was found maps the head outputs.
+    """Matrices from which the statistic `written_norm` (norm of a head's output after the output projection) is
+    computed, for each attention module of a model. The output projection is found by its name. The module's first call
+    confirms that it maps the head outputs.
 
     Args:
         model: the model.
@@ -98,8 +101,9 @@ class WrittenNorms:
         self._projected_by_others: dict[str, set[int]] = {}  # the same without a projection that was found by name
 
     def gram(self, path: str, heads: int, value_dim: int | None) -> Float[Tensor, "heads value_dim value_dim"] | None:
-        """Return `W_h^T W_h` for each head's slice `W_h` of the output projection of the attention module at `path`.
-        Return None if no projection is found, if the first call did not confirm it, or if `value_dim` is unknown.
+        """Return the matrix `W_h^T W_h` for each head h, where `W_h` is the head's slice of the output projection of
+        the attention module at `path`. Return None if no projection is found, if a call of the model did not confirm
+        it, or if `value_dim` is unknown.
         """
         if value_dim is None or path in self._left_out:
             return None
@@ -122,8 +126,8 @@ class WrittenNorms:
         return self._grams[path][2]
 
     def slices(self, path: str, heads: int, value_dim: int | None) -> HeadSlices | None:
-        """Return each head's slice of the output projection of the attention module at `path`; None where `gram`
-        returns None.
+        """Return each head's slice of the output projection of the attention module at `path`. Return None if no
+        projection is found, if a call of the model did not confirm it, or if `value_dim` is unknown.
         """
         if value_dim is None or self.gram(path, heads, value_dim) is None:
             return None
@@ -133,8 +137,8 @@ class WrittenNorms:
         return slices
 
     def _has_other_projection(self, path: str, width: int) -> bool:
-        """Return True if the attention module at `path` contains a module that has the name and the size of an output
-        projection of `width` features, although it computes no linear map of them.
+        """Return True if the attention module at `path` contains a module that looks like an output projection of
+        `width` features, by name and size. The caller has found that no such module computes a linear map.
         """
         for name, child in self._modules[path].named_children():
             sizes = {size for tensor in (*child.parameters(), *child.buffers()) for size in tensor.shape}
@@ -144,8 +148,9 @@ class WrittenNorms:
         return False
 
     def _map(self, path: str, projection_path: str, width: int) -> LinearMap | None:
-        """Return the map that the module at `projection_path` computes; None if it is not linear. Torch's own layer
-        reads the weight of its projection, without a call.
+        """Return the linear map that the module at `projection_path`, an output projection, computes; None if the
+        module is not linear. In `nn.MultiheadAttention` the projection is not called as a module, so it is read from
+        its weight.
         """
         attention = self._modules[path]
         if type(attention).forward is nn.MultiheadAttention.forward:
@@ -154,20 +159,24 @@ class WrittenNorms:
         return linear_map(self._modules[projection_path], width)
 
     def needs_outputs(self, path: str) -> bool:
-        """Return True if head outputs of the attention module at `path` are needed to confirm its projection."""
+        """Return True if it is not yet decided whether the output projection found for the attention module at `path`
+        is the right one. The head outputs of the next call are then needed.
+        """
         return path not in self._settled
 
     def on_model_call(self) -> None:
-        """Leave out modules whose projection did not run after their attention in the last call of the model in this
-        thread.
+        """Start a new call of the model. In the previous one in this thread, some attention modules may have attended
+        although their output projection did not run afterwards. Remove `written_norm` from the results of these
+        modules.
         """
         self._end(threading.get_ident())
 
     def on_head_outputs(
         self, path: str, out: Float[Tensor, "batch heads queries value_dim"], *, may_be_gated: bool
     ) -> None:
-        """Compare the head outputs of the first call of the attention module at `path` with the input of its
-        projection, now or when the projection has run. With `may_be_gated`, an interceptor may change them before.
+        """Compare the head outputs `out` of the attention module at `path` with the input of its output projection. If
+        the projection has not run yet, store `out` until it does. `may_be_gated` is True if an interceptor may change
+        the outputs before the projection.
         """
         model_call = self._model_calls[threading.get_ident()]
         model_call.head_outputs[path] = _HeadOutputs(out.transpose(1, 2).flatten(0, 1), may_be_gated)
@@ -176,9 +185,9 @@ class WrittenNorms:
             self._check(path, call, model_call)
 
     def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
-        """Record the weights by which the outputs of the attention module at `path` are mapped, parameters or views of
-        these. In training mode, they show if the projection that was found by name is the right one. Without such a
-        projection, they show that there is another one.
+        """Record the parameters of a linear map that the model applies to the head outputs of the module at `path`. If
+        only training mode is observed, they show whether the projection found by its name is the right one. If none was
+        found, they show that there is a projection nevertheless.
         """
         bases = {id(weight if weight._base is None else weight._base) for weight in weights}
         if path not in self._grams:
@@ -187,9 +196,9 @@ class WrittenNorms:
             self._projected_by.setdefault(path, set()).update(bases)
 
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
-        """Compare the input and output of a module call with head outputs, if the module is the projection of attention
-        that was called before. Otherwise keep some rows of them, if the module may be the projection of attention that
-        is observed later.
+        """If the module at `path` is the output projection of attention that was called before, compare the
+        projection's input and output with the head outputs. If it may be the projection of attention that is observed
+        later, store some rows of its input and output.
         """
         model_call = self._model_calls[threading.get_ident()]
         waiting = [each for each in model_call.head_outputs if self._projection_paths[each] == path]
@@ -201,8 +210,9 @@ class WrittenNorms:
                     self._check(attention_path, call, model_call)
 
     def finish(self) -> None:
-        """Leave out the modules whose projection was not confirmed, at the end of the observation. If only calls in
-        training mode were seen, these are the modules whose outputs were mapped by other weights alone.
+        """End the observation: remove `written_norm` from the results of modules whose output projection was not
+        confirmed. If a module was seen in training mode only, remove it if other weights than the projection's mapped
+        the head outputs.
         """
         for thread in list(self._model_calls):
             self._end(thread)
@@ -216,16 +226,18 @@ class WrittenNorms:
                 self._settle(path, is_confirmed=False)  # the projection has an unusual name or place
 
     def _end(self, thread: int) -> None:
-        """Leave out modules whose projection did not run after their attention in the call of the model in a thread,
-        unless a call in another thread has confirmed it.
+        """End the call of the model in one thread. Remove `written_norm` from the results of modules whose output
+        projection did not run after their attention in this call, unless a call in another thread has confirmed the
+        projection.
         """
         for path in self._model_calls.pop(thread, _ModelCall()).head_outputs:
             if path not in self._settled:
                 self._settle(path, is_confirmed=False)
 
     def _check(self, path: str, call: _ProjectionCall, model_call: _ModelCall) -> None:
-        """Decide if `call`, of the projection found for the attention module at `path`, maps its head outputs in the
-        same call of the model.
+        """Decide if the output projection found for the attention module at `path` is the right one, from one call of
+        it. Its input must consist of the module's head outputs, and its output must be the linear map of its input. If
+        the call shows nothing, leave the decision to a later one.
         """
         head_outputs, projection = model_call.head_outputs.pop(path), self._grams[path][1]
         is_confirmed = _consists_of(call, head_outputs) and _maps(projection, call)
@@ -234,7 +246,9 @@ class WrittenNorms:
             self._settle(path, is_confirmed=is_confirmed)
 
     def _settle(self, path: str, *, is_confirmed: bool) -> None:
-        """Record that the projection of the attention module at `path` is confirmed; or leave out `written_norm`."""
+        """Record that it is decided whether the output projection found for the attention module at `path` is the right
+        one. If it is not, remove `written_norm` from the module's results.
+        """
         self._settled.add(path)
         if not is_confirmed:
             self._left_out.add(path)
@@ -242,14 +256,16 @@ class WrittenNorms:
 
 
 def _is_named_projection(path: str) -> bool:
-    """Return True if a module at `path`, or the sequence that it belongs to, has a usual name of output projections."""
+    """Return True if the last name in a module path, or that of the sequence around it, is a usual name of output
+    projections, such as `o_proj`.
+    """
     names = path.split(".")
     return any(name in PROJECTION_NAMES for name in (names[-2:] if names[-1].isdigit() else names[-1:]))
 
 
 def _projection_call(module: nn.Module, arguments: Iterable[Any], output: Any) -> _ProjectionCall | None:
-    """Return three rows of the input and output of a module call: the first, the middle and the last one. Return None
-    if they are not tensors with the same number of rows.
+    """Return the first, the middle and the last row of the input and of the output of a module call. Return None if
+    input and output are not tensors with the same number of rows.
     """
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if not tensors or not isinstance(output, Tensor) or not all(map(has_usual_values, (tensors[0], output))):
@@ -265,8 +281,8 @@ def _projection_call(module: nn.Module, arguments: Iterable[Any], output: Any) -
 
 
 def _shows_nothing(call: _ProjectionCall, outputs: _HeadOutputs) -> bool:
-    """Return True if a call of a projection cannot show if the outputs of heads are its input: some numbers are NaN or
-    infinite, or all inputs are 0, as after gates that are closed.
+    """Return True if a call of a projection cannot show whether its input consists of the head outputs. That is the
+    case if some numbers are NaN or infinite, or if the inputs are all 0, as after closed gates.
     """
     by_token = outputs.by_token
     is_off = not bool(call.inputs.any()) and (outputs.may_be_gated or not bool(by_token.any()))
@@ -274,9 +290,9 @@ def _shows_nothing(call: _ProjectionCall, outputs: _HeadOutputs) -> bool:
 
 
 def _consists_of(call: _ProjectionCall, outputs: _HeadOutputs) -> bool:
-    """Return True if one of the inputs of a projection consists of the outputs of all heads for one token, usually that
-    at the same place. If these may be gated, the part of each head may be its output times a factor, but not all
-    factors 0.
+    """Return True if one of the input rows of a projection consists of the outputs of all heads for one token, usually
+    the token with the same index. If gates may be active, each head's part of the row may be its output times a factor,
+    as long as not all factors are 0.
     """
     by_token = outputs.by_token
     if call.inputs.shape[1] != by_token[0].numel():
@@ -294,8 +310,8 @@ def _has_same_row(
     dtype: torch.dtype,
     may_be_gated: bool,
 ) -> bool:
-    """Return True if an input equals the outputs of a token up to rounding in `dtype`, with a factor for each head if
-    they may be gated.
+    """Return True if one of the input rows equals the head outputs of a token, up to rounding in `dtype`. If
+    `may_be_gated`, each head's outputs may differ by a factor.
     """
     if may_be_gated:
         squares = by_token.square().sum(-1, keepdim=True)
@@ -305,7 +321,9 @@ def _has_same_row(
 
 
 def _maps(projection: LinearMap, call: _ProjectionCall) -> bool:
-    """Return True if the outputs of a call of a projection are the linear map of its inputs, up to rounding."""
+    """Return True if the output rows of a call of a projection equal the linear map `projection` of its input rows, up
+    to rounding.
+    """
     dtype = torch.promote_types(call.inputs.dtype, torch.float32)
     mapped = call.inputs.to(dtype) @ projection.weight.detach().to(dtype).mT
     mapped = mapped if projection.bias is None else mapped + projection.bias.detach().to(dtype)
@@ -316,15 +334,15 @@ def _maps(projection: LinearMap, call: _ProjectionCall) -> bool:
 def _is_close(
     vectors: Float[Tensor, "*#axes width"], expected: Float[Tensor, "*#axes width"], dtype: torch.dtype
 ) -> Bool[Tensor, "*axes"]:
-    """Return True for the vectors that differ from `expected` by no more than rounding in `dtype`."""
+    """Return True for each vector whose distance from the vector in `expected` is within rounding in `dtype`."""
     tolerance = max(LARGEST_DIFFERENCE, 4 * torch.finfo(dtype).eps)
     is_close: Tensor = (vectors - expected).norm(dim=-1) <= tolerance * expected.norm(dim=-1)
     return is_close
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]] | None:
-    """Return a list that changes when a parameter or buffer of a module is written to or replaced; None if a tensor
-    does not count its changes, as under `torch.inference_mode`.
+    """Return the ids and in-place change counts of all parameters and buffers of a module: a list that differs after
+    one of them is written to or replaced. Return None if a tensor has no change count, as under `torch.inference_mode`.
     """
     tensors = [*module.parameters(), *module.buffers()]
     return None if any(tensor.is_inference() for tensor in tensors) else [(id(each), each._version) for each in tensors]
