@@ -54,7 +54,8 @@ def section(folder: Path) -> list[str]:
         f"below {SMALL:g}. The table shows the median and the largest mean distance over the heads of each layer:",
         "",
         *markdown_table(("layer", "median distance", "largest distance"), by_layer),
-        "Integrated gradients do not need the derivative at the minimum. " + gap_of(folder / "integrated"),
+        "The method of integrated gradients does not need the derivative in the model with all heads, where the "
+        "distance has its minimum. " + gap_of(folder / "integrated"),
         "",
         *previous_token_head(ablation, hw.Ablation.load(folder / "order"), profile),
         *confidence(profile),

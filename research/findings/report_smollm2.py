@@ -75,8 +75,9 @@ def which_heads(ablation: hw.Ablation, folder: Path) -> list[str]:
         *markdown_table((*headers, "first-order prediction"), rows),
         *outlying_documents(ablation),
         *earlier_leader(folder),
-        f"Of {len(effects)} heads, {rises} raise the loss at a false discovery rate of 5 %, and {falls} lower it. By "
-        f"Wilcoxon's test, {by_rank} heads have an effect. For {small_effects(ablation)} heads the effect plus "
+        f"At a false discovery rate of 5 %, removing a head raises the loss for {rises} of {len(effects)} heads, and "
+        f"lowers it for {falls}. By "
+        f"Wilcoxon's test, {by_rank} heads have an effect. For {small_effects(ablation)} heads, the effect plus "
         f"{SURE:g} standard errors is below {SMALL:g} nats. The mean effect over all heads is {rise:.4f} nats. "
         "Removing many heads together can cost more than the sum of their single effects.",
         "",
@@ -158,7 +159,8 @@ def gradients(ablation: hw.Ablation, folder: Path) -> list[str]:
         f"({span(size.interval('spearman'), 2)}). Of the {MOST} heads for which it is largest, "
         f"{round(MOST * size.overlap(MOST))} are among the {MOST} with the largest measured effect.",
         "",
-        "Integrated gradients should add up to the effect of removing all heads. " + gap_of(folder / "integrated"),
+        "The scores of all heads by integrated gradients should add up to the effect of removing all heads. "
+        + gap_of(folder / "integrated"),
         "",
         *picture("findings-first-order", "First-order prediction against measured ablation effect"),
     ]

@@ -72,9 +72,9 @@ fitted SmolLM2 by least squares (iterative) had 3.317 ± 0.078 without a third o
 two thirds (one-shot: 4.537 ± 0.063). At two thirds the changes are a loss: 0.102 ± 0.016 (one-shot: 0.192 ± 0.023). It
 is not known how much of it comes from the choice of groups and how much from the weights in the fit.
 
-A number is a mean over documents ± its standard error. The comparison of two ways to
-choose heads is paired by document, and tested by Student's t, with Holm's
-correction for all points of a model at the level of {level:.0%}."""
+In the tables, each number is a mean over documents ± its standard error. The comparison of two ways to choose heads is
+paired by document, and tested by Student's t, with Holm's correction for all points of a model at the level of
+{level:.0%}."""
 
 WAYS = """\
 A head is chosen for removal by its *score*: magnitude (norm of all its weights), gradient importance (mean absolute
