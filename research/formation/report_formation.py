@@ -127,7 +127,7 @@ def agreement(found: Sequence[Changes]) -> str:
     steepest = differences(formed, "score_steepest", "loss_steepest")
     previous = differences(formed, "score_half", "previous_half")
     text = (
-        f"In the table, all columns except the first two are training steps. Induction heads formed in {len(formed)} "
+        f"All columns except the first two are training steps. Induction heads formed in {len(formed)} "
         f"of {len(found)} seeds. "
         f"The largest induction score of a training reaches half of its final value at steps {min(scores):.0f} to "
         f"{max(scores):.0f}, {_spread(halves)} steps after the gain (the loss on new tokens minus the loss on copied "
