@@ -17,16 +17,17 @@ PAGE = ROOT / "docs" / "reports" / "gpu.md"
 INTRODUCTION = """\
 # On a GPU
 
-Correctness and speed of headwise on a GPU. `make gpu` checks and measures everything on this page in less than nine
-minutes, and writes the page. It needs one GPU, torch and Triton, and no network.
+This page shows the correctness and speed of headwise on a GPU. `make gpu` checks and measures everything on this page
+in less than nine minutes, and writes the page. It needs one GPU, torch and Triton, and no network.
 
 **Ratios.** A ratio compares two times of the same round. For attention and layers it is the time of the other
 implementation divided by that of headwise: above 1, headwise is faster. For statistics it is the time with statistics
 divided by the time without. A cell shows the median over the rounds and, in brackets, the lowest and the highest ratio.
 
-**Regimes.** A regime is (batch, length, embed, heads), a mask, a dtype, and forward or training, which is forward and
-backward. Documents are packed in each sequence, window is a causal window of 4,096, and in heads half of the heads have
-a causal window of 1,024.
+**Regimes.** A regime is one configuration that is timed: the sizes (batch, length, embed, heads), a mask, a dtype, and
+"forward" or "training" (forward and backward pass). The masks have names: with "documents", several documents are
+packed in each sequence; "window" is a causal window of 4,096 keys; with "heads", half of the heads have a causal window
+of 1,024 keys.
 
 **Checks.** Every result that is timed is first compared with float64. The error may be at most twice that of plain
 attention in torch in the same dtype."""

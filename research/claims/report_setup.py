@@ -65,8 +65,9 @@ def false_positives(results: Results) -> str:
         parts.append(f"{words} is true in some setting in {some}")
     simulations = f"{found['runs']} simulations of the {found['settings']} settings that count"
     return (
-        "**False positives.** The choice of the learning rate moves all models of a number of heads together, by an "
-        f"unknown amount. In {simulations}, without a difference between numbers of heads, {'; '.join(parts)} "
+        "**False positives.** All models with the same number of heads share one chosen learning rate. If this "
+        f"choice is not optimal, it changes all their losses by the same, unknown amount. In {simulations}, without "
+        f"a difference between numbers of heads, {'; '.join(parts)} "
         "(standard deviation, in nats)."
     )
 

@@ -75,7 +75,8 @@ def mixed_model(verdict: Any) -> list[str]:
     """Write the layers that are left out, the count without further tasks, and the mixed model over all settings."""
     few = verdict["without further tasks"]
     text = (
-        f"Layers left out, because their control misses the entropy by more than 5 %: {verdict['layers left out']}. "
+        "Number of layers left out, because the entropy of their control (scaled untrained heads) differs from that "
+        f"of the trained layer by more than 5 %: {verdict['layers left out']}. "
         f"Without the further tasks, heads are farther apart in {few['farther']} and closer together in "
         f"{few['closer']} of {few['of']}; the verdict would be: {few['outcome']}. "
     )

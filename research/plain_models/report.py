@@ -29,12 +29,13 @@ INTRODUCTION = """\
 This report shows for which models outside of `transformers` the statistics of `hw.watch` and the gates of `hw.gate` are
 right. It is written by `research/plain_models/report.py` from the results of `make plain-models`.
 
-Every model is built with tiny sizes and random weights, and runs in float64 where it can. The study derives the truth
-from the operators that torch's dispatcher runs. It replaces the result of a softmax by marked numbers, and follows them
-to the product with the values and on to the output projection. It reads no names and no attributes. Heads are sets of
-columns of the output projection. Padded batches and caches are compared with each sequence alone, without padding and
-without a cache. Up to three heads of each model are gated to 0, and the output is compared with that of the model whose
-columns are zeroed in the input of the output projection.
+Every model is built with tiny sizes and random weights, and runs in float64 where it can. The study derives the right
+attention weights and heads independently of headwise, from the operators that torch's dispatcher runs. It replaces the
+result of a softmax by marked numbers, and follows these to the product with the values and then to the output
+projection. It does not use the names or attributes of modules. It defines a head as a set of columns of the output
+projection. Padded batches and caches are compared with each sequence alone, without padding and without a cache. Up to
+three heads of each model are gated to 0, and the output is compared with that of the model in which the columns of
+these heads are set to zero in the input of the output projection.
 
 A model has the worst outcome of its calls. "Left out" lists statistics that a warning names as left out."""
 

@@ -47,19 +47,19 @@ INTRODUCTION = """\
 This report shows what {models} lost without 10 to 70 % of the attention heads. No weight is trained.
 `research/pruning/report.py` writes it from the results of `make pruning`.
 
-Rules, stated before the runs. Heads are chosen and output projections fitted on docstrings of Python's standard
-library ({calibration} modules). All numbers below are measured on docstrings of NetworkX and SymPy ({test} modules),
-the first 256 tokens of each. Of the pieces of 64 characters of the test documents, {overlap:.1%} also occur in a
-calibration document.
+These rules were stated before the runs. Heads are chosen and output projections are fitted on docstrings of Python's
+standard library ({calibration} modules). All numbers below are measured on docstrings of NetworkX and SymPy ({test}
+modules), the first 256 tokens of each. Of the pieces of 64 characters of the test documents, {overlap:.1%} also occur
+in a calibration document.
 
-Scores, fits and rules were final before anything was measured on the test documents; some mistakes with other kinds of
-inputs were mended after the runs had begun, and 54 points of MiniLM that were measured again came out the same. Scores
-and fits were developed with the topics of Python's language reference. A first version of this table was then
-measured on docstrings of pandas and SciPy, and led
-to three changes. Cross-validation chooses the damping of the fits: with a fixed one they fitted the calibration
-documents, not the model. Scores by least squares are those of what is done next, a fit or none. Under "as many heads
-in each layer" they do without a loss, as `headwise prune` does. Then all points were measured on the documents of
-NetworkX and SymPy.
+The scores of heads, the fits of output projections and the rules were final before anything was measured on the test
+documents. Some defects that concern other kinds of inputs were corrected after the runs had begun; 54 results of MiniLM
+were measured again after that, and were the same. Scores and fits were developed with the topics of Python's language
+reference. A first version of this table was then measured on docstrings of pandas and SciPy, and led to three changes.
+First, cross-validation chooses the damping of the fits (the strength of their regularisation), because fits with a
+fixed damping overfitted to the calibration documents. Second, least-squares scores assume what is done after the
+removal of heads: a fit, or no fit. Third, under "as many heads in each layer" they use no loss, as in `headwise prune`.
+Then all results were measured on the documents of NetworkX and SymPy.
 
 Two changes came later. Fits, and scores by least squares without a loss, weight each token by its effect on the output
 of the model, and held-out calibration documents decide between three plans of least squares (see
@@ -72,9 +72,9 @@ fitted SmolLM2 by least squares (iterative) had 3.317 ± 0.078 without a third o
 two thirds (one-shot: 4.537 ± 0.063). At two thirds the changes are a loss: 0.102 ± 0.016 (one-shot: 0.192 ± 0.023). It
 is not known how much of it comes from the choice of groups and how much from the weights in the fit.
 
-A number is a mean over documents ± its standard error. The comparison of two ways to
-choose heads is paired by document, and tested by Student's t, with Holm's
-correction for all points of a model at the level of {level:.0%}."""
+In the tables, each number is a mean over documents ± its standard error. The comparison of two ways to choose heads is
+paired by document, and tested by Student's t, with Holm's correction for all points of a model at the level of
+{level:.0%}."""
 
 WAYS = """\
 A head is chosen for removal by its *score*: magnitude (norm of all its weights), gradient importance (mean absolute
@@ -91,9 +91,9 @@ cross-validation chooses."""
 
 
 MERGED = """\
-Each key/value head that remains replaces several, and serves all their query heads (`hw.merge_kv`). The error is the
-next-token loss in nats, on the same documents as above. *Adjacent* grouping merges consecutive heads, *similarity*
-those whose keys and values differ least. The columns state the remaining key/value heads, and whether the output
+`hw.merge_kv` replaces several key/value heads by one, which all their query heads then use. The error is the next-token
+loss in nats, on the same documents as above. *Adjacent* grouping merges consecutive heads, and *similarity* merges
+heads whose keys and values differ least. The columns state the remaining key/value heads, and whether the output
 projections were fitted."""
 
 

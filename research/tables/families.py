@@ -150,24 +150,25 @@ def main() -> None:
     introduction = (
         "This page lists the architectures that headwise knows by name, and what it can do with each of them. "
         f"`research/tables/families.py` wrote it on {date.today().isoformat()} with torch {torch.__version__} and "
-        f"transformers {transformers.__version__}: it tried everything on a tiny model with random weights, or on the "
-        "encoder of one with a decoder.\n\n"
-        "Functions without a column here, such as `hw.watch`, `hw.gate`, `hw.ablate` and `hw.path_patching`, need no "
-        "name of an architecture: they derive what they need from a run of the model. So they work with models that "
-        "this page does not list, too. `hw.qk_clip` derives the projections of models that it does not know in the "
-        "same way."
+        f"transformers {transformers.__version__}: it tried each function on a tiny model of each architecture with "
+        "random weights. Of models with an encoder and a decoder, it used the encoder.\n\n"
+        "The table does not list functions such as `hw.watch`, `hw.gate`, `hw.ablate` and `hw.path_patching`. These "
+        "derive what they need from a run of the model, so they also work with models that this page does not list. "
+        "In models that the table does not list, `hw.qk_clip` derives the projections in the same way."
     )
     columns = (
         "- **convert**: `hw.from_transformers` and `hw.to_transformers` ([converting weights](../convert.md)).\n"
         "- **remove heads**: `hw.prune` removes half of the heads of each layer ([pruning](../prune.md)). It refuses "
-        f"heads that depend on each other: {_dependent()}. A model is "
-        "loaded by `transformers` if the fields of its configuration can state the remaining heads, and otherwise by "
-        "`hw.load` from a record in its configuration.\n"
+        f"heads that depend on each other: {_dependent()}. A model is loaded by `transformers` if the fields of its "
+        "configuration can state the remaining heads, and otherwise by `hw.load`, from a list of the remaining heads in "
+        "its configuration.
+"
         "- **merge key/value heads**: `hw.merge_kv` ([merging](../prune.md)). It needs a configuration that can state "
-        "a number of key/value heads, and heads that can be removed.\n"
+        "a number of key/value heads, and heads that can be removed.
+"
         "- **circuits**: matrices that `hw.circuits` reads ([circuits](../circuits.md)): OV and QK in the residual "
-        "stream, OV alone where scores are no product of two linear maps, or those of each module alone where the "
-        "residual stream is not linear.\n"
+        "stream, OV alone where scores are not a product of two linear maps, or OV and QK of each attention module "
+        "alone where the residual stream is not linear.\n"
         "- **clip logits**: `hw.qk_clip` scales query and key projections ([monitoring](../monitor.md))."
     )
     rows = [row(family, tiny_model(family)) for family in FAMILIES]

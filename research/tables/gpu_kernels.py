@@ -188,9 +188,11 @@ def main() -> int:
     print("\n".join(lines))
     if not options.print:
         sentences = (
-            f"The Triton kernels of the statistics, compiled on {date.today()} by Triton {version('triton')} without a "
-            "GPU. A cell has the registers of a thread, the bytes of registers that a thread spills to memory, and the "
-            "bytes of shared memory of a program. A multiprocessor has 65,536 registers, and "
+            f"The table lists headwise's Triton kernels for the statistics of heads, compiled on {date.today()} by "
+            f"Triton {version('triton')} without a "
+            "GPU. A cell has three numbers: the registers of a thread, the bytes of registers that a thread spills "
+            "to memory, and the bytes of shared memory of a program (a thread block). A multiprocessor has 65,536 "
+            "registers, and "
             f"{', '.join(f'{size} KiB of shared memory on sm_{target}' for target, size in SHARED_MEMORY.items())}. "
             "`make gpu-kernels` writes this page."
         )
