@@ -161,11 +161,9 @@ def main() -> None:
         "- **remove heads**: `hw.prune` removes half of the heads of each layer ([pruning](../prune.md)). It refuses "
         f"heads that depend on each other: {_dependent()}. A model is loaded by `transformers` if the fields of its "
         "configuration can state the remaining heads, and otherwise by `hw.load`, from a list of the remaining heads in "
-        "its configuration.
-"
+        "its configuration.\n"
         "- **merge key/value heads**: `hw.merge_kv` ([merging](../prune.md)). It needs a configuration that can state "
-        "a number of key/value heads, and heads that can be removed.
-"
+        "a number of key/value heads, and heads that can be removed.\n"
         "- **circuits**: matrices that `hw.circuits` reads ([circuits](../circuits.md)): OV and QK in the residual "
         "stream, OV alone where scores are not a product of two linear maps, or OV and QK of each attention module "
         "alone where the residual stream is not linear.\n"
