@@ -27,7 +27,7 @@ CONTEXT = 16
 
 @dataclass(frozen=True)
 class Word:
-    """Word of a tokenized text, as it is displayed.
+    """Text of one word for display, and whether the word is a special token, or contains letters or digits.
 
     Attributes:
         text: the word on one line, with visible blanks and control characters.

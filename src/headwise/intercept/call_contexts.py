@@ -119,8 +119,9 @@ class CallContexts(threading.local):
             return self._read_self(call, received, facts)
 
     def _read_self(self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None) -> ObservedCall:
-        """Return the tokens, padding and positions of a self-attention call, and whether it continues the sequences of
-        an earlier call.
+        """Return for a self-attention call which tokens its queries and keys stand for, which of these are padding, and
+        their positions. Also return whether the call continues the sequences of an earlier call, as a decoding step
+        with a cache does.
         """
         grid = call.grid
         memory = None if call.sources.has_new_keys else self._memories.get((call.site, call.index))

@@ -19,7 +19,7 @@ from headwise.intercept.call_stack import call_stack
 
 class InterceptedCheckpointFunction(CheckpointFunction):
     """Replacement of torch's reentrant activation checkpointing. When the checkpointed function is repeated in the
-    backward pass, it is intercepted in the same way as in the forward pass.
+    backward pass, its attention calls are intercepted in the same way as in the forward pass.
     """
 
     @classmethod
@@ -31,7 +31,7 @@ class InterceptedCheckpointFunction(CheckpointFunction):
 
 class InterceptedCheckpointFrame(_CheckpointFrame):
     """Replacement of torch's data object for non-reentrant activation checkpointing. When the checkpointed function is
-    repeated in the backward pass, it is intercepted in the same way as in the forward pass.
+    repeated in the backward pass, its attention calls are intercepted in the same way as in the forward pass.
     """
 
     def __init__(self, recompute_fn: Callable[..., Any], *args: Any) -> None:

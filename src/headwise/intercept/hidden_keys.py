@@ -43,8 +43,9 @@ def without_unselected(facts: MaskFacts, received: ReceivedMask, arguments: Iter
 
 
 def _follows_from_positions(facts: MaskFacts, received: ReceivedMask) -> bool:
-    """Return True if, apart from keys that are hidden from all rows, each head of a mask hides keys by their position,
-    not by their content.
+    """Return True if a mask hides keys by their position alone in each head, as causal and window masks do, and not by
+    a choice of keys for each query. Keys that are hidden from all queries, such as padding, are not counted. `facts`
+    are facts about the mask `received`.
     """
     if received.has_equal_rows:
         return True
