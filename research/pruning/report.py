@@ -47,10 +47,10 @@ INTRODUCTION = """\
 This report shows what {models} lost without 10 to 70 % of the attention heads. No weight is trained.
 `research/pruning/report.py` writes it from the results of `make pruning`.
 
-These rules were stated before the runs. Heads are chosen and output projections are fitted on docstrings of Python's
-standard library ({calibration} modules). All numbers below are measured on docstrings of NetworkX and SymPy ({test}
-modules), the first 256 tokens of each. Of the pieces of 64 characters of the test documents, {overlap:.1%} also occur
-in a calibration document.
+The rules of this paragraph were stated before the runs. Heads are chosen and output projections are fitted on
+docstrings of Python's standard library ({calibration} modules). All numbers below are measured on docstrings of
+NetworkX and SymPy ({test} modules), the first 256 tokens of each. Of the pieces of 64 characters of the test documents,
+{overlap:.1%} also occur in a calibration document.
 
 The scores of heads, the fits of output projections and the rules were final before anything was measured on the test
 documents. Some defects that concern other kinds of inputs were corrected after the runs had begun; 54 results of MiniLM

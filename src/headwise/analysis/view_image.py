@@ -208,8 +208,8 @@ def _patches(boxes: Sequence[Box | None], picture: Picture) -> ViewedText:
 
 
 def _picture(pixels: Float[Tensor, "channels height width"], processor: Any, boxes: list[Box | None]) -> Picture:
-    """Return the image as the model reads it, for display: a PNG file encoded as text, with the rectangle of each
-    token. The processor's normalisation of pixel values is undone.
+    """Return the image as the model reads it, for display: a PNG file in base64, and in addition the rectangle of each
+    token in the image. The processor's normalisation of pixel values is undone.
     """
     from PIL import Image
 

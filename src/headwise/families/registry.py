@@ -344,8 +344,9 @@ def converted_families() -> dict[str, Family]:
 
 
 def places_of_heads(model: nn.Module, path: str) -> HeadModule:
-    """Return the numbers, widths and locations of the heads of the attention module at `path`. Raise `InputError` if
-    its class is unknown, or if its projections have no plain weights.
+    """Return how many query and key/value heads the attention module at `path` has, their widths, and the rows and
+    columns of the weights that belong to each head. Raise `InputError` if there is no such module, its class is
+    unknown, or its projections have no plain weights.
     """
     module = dict(model.named_modules()).get(path)
     if module is None:

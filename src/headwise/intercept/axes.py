@@ -65,9 +65,10 @@ def axes_of(shape: torch.Size) -> Axes:
 
 
 def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
-    """Return the tensors in the `result` of a function call that contain elements of its argument `before`. Each comes
-    with its axes, written as parts of the axes of the original tensor. The list leaves out empty tensors, and those
-    with unknown axes.
+    """Return the tensors in the `result` of a function call that contain elements of its argument `before`, each with
+    its axes. `axes` describes the axes of `before` by those of an earlier tensor, from which it was made, such as an
+    attention output. The axes of each result are described by those of the same earlier tensor. The list leaves out
+    empty tensors, and those with unknown axes.
 
     Args:
         call: the call.

@@ -292,9 +292,10 @@ def _depends_on(other: Tensor, tensor: Tensor, output: AttentionOutput) -> bool:
 
 
 def may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:
-    """Return True if the axes `features` of a tensor may contain heads of an attention output, although it is not
-    established which part of them. They must contain the values. In addition, queries must remain on other axes, or the
-    features must contain unrelated elements, such as a stack of several outputs.
+    """Return True if the axes `features` of a tensor may contain heads of an attention output, although it is unknown
+    which part of these axes is the heads. Two conditions must be true. First, the axes contain the values of the
+    output. Second, other axes still contain queries, or the axes `features` also contain elements of another tensor,
+    as after stacking several outputs.
     """
     output, origins = followed.output, [{factor.axis for factor in factors} for factors in followed.axes]
     of_features = set[int]().union(*(origins[axis] for axis in features))

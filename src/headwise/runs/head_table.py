@@ -94,7 +94,7 @@ class HeadTable(Table[HeadRowT]):
         return self.columns().contents()
 
     def _repr_html_(self) -> str:
-        """Return the HTML that notebooks display for the table: a line of text and the table's page."""
+        """Return the HTML that notebooks display for the table: a line of text, and an interactive page of heads."""
         columns = self.columns()
         return notebook_html(f"{self.NAME} of {len(self.rows)} heads of {columns.model}", columns, self.contents())
 

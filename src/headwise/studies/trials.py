@@ -65,8 +65,8 @@ class OptunaOptions:
 
 @dataclass(frozen=True)
 class TrialKey:
-    """Identity of a trial. A trial is one training of a study: with a learning rate to be tried, or a final one to be
-    compared.
+    """Identity of a trial. A trial is one training of a study: either a short one that tries a learning rate, or a
+    final one with the best learning rate, whose result is compared with those of other settings.
 
     Attributes:
         setting: heads of the trained model.

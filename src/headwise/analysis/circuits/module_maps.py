@@ -86,8 +86,8 @@ class ModuleMaps:
 
 
 class PlacedModule(NamedTuple):
-    """Attention module with its linear maps, and with its input and the calls that produced its output in a recorded
-    run of the model.
+    """Attention module with its linear maps, and with what a recorded run of the model has shown: its input, the call
+    of its output projection, and the call of the module whose result is added to the residual stream.
 
     Attributes:
         maps: its linear maps, with norms folded in.

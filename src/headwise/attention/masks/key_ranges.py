@@ -225,8 +225,8 @@ _constant_visible_keys = lru_cache(maxsize=32)(_visible_keys)  # all layers of a
 
 
 def _split(mask: Mask, grid: Grid) -> tuple[Ranges | None, tuple[Mask, ...]]:
-    """Split a mask into ranges of positions and further masks: the mask allows what is in the ranges and allowed by all
-    further masks. The ranges are None if every position is allowed.
+    """Split a mask into ranges of keys for each query, and further masks. The mask allows a key that is in one of the
+    ranges, and that all further masks allow. The ranges are None if they would exclude no key.
     """
     ranges = mask.few_ranges(grid)
     if ranges is not None:

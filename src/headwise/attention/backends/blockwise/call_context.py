@@ -129,7 +129,7 @@ class TileVisibility:
 
     @cached_property
     def query_positions(self) -> Int[Tensor, "#batch rows"]:
-        """Position of each row's query in its sequence."""
+        """Position in its sequence of the query of each row of this tile of the score matrix."""
         rows = self.tile.block.rows
         return self._of_tile(
             self.grid.query_position(torch.arange(rows.start, rows.stop, device=self.grid.device)[None])
