@@ -60,7 +60,7 @@ def _checked(function: FunctionType, check_all: Callable) -> Callable:
         try:
             kinds = (code, *map(_kind, args), *kwargs, *map(_kind, kwargs.values()))
             is_known = kinds in checked
-        except TypeError:  # sizes that are symbols have no hash
+        except (TypeError, RuntimeError):  # sizes that are symbols have no hash, and nested tensors no sizes
             return check()(*args, **kwargs)
         if is_known:
             return function(*args, **kwargs)
