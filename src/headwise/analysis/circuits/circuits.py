@@ -47,8 +47,10 @@ SCORES = ("copying", "matching", "ov_norm", "ov_largest", "qk_norm", "qk_largest
 
 
 def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None, progress: bool = False) -> "Circuits":
-    """Read the OV and QK matrices of each head from the weights of a model (Elhage et al. 2021). The returned object
-    has these matrices, scores of each head, and composition scores of pairs of heads in different layers.
+    """Read the OV and QK matrices of each head from the weights of a model (Elhage et al. 2021). The OV matrix maps an
+    attended token to what the head writes, and the QK matrix determines its attention scores. The returned object also
+    computes scores of single heads, such as copying, and of how strongly one head reads the output of another
+    (composition).
 
     With x the residual stream, a head adds `A OV x` to it, where the attention weights A follow from the scores
     `x_i^T QK x_j` of query i and key j. `Circuits` has the definitions.
@@ -107,8 +109,8 @@ def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None, p
 
 
 def _batch(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return the batch on which the matrices are compared with what the model computes, as a dictionary of the model's
-    arguments. Floating-point tensors are converted to float64. If `batch` is None, use 7 different random tokens.
+    """Return the model's arguments, as a dictionary, for the run that checks the OV and QK matrices against the model's
+    own attention. Floating-point tensors are converted to float64. If `batch` is None, use 7 different random tokens.
     """
     if batch is None:
         weight = getattr(input_embeddings(model), "weight", None)
@@ -153,7 +155,7 @@ class FactoredMatrix:
         return self.left.shape[-2], self.right.shape[-1]
 
     def transposed(self) -> "FactoredMatrix":
-        """Return the transposed matrix. Its factors are those of this matrix, transposed and in reverse order."""
+        """Return the transposed matrix, which has the factors `right.mT` and `left.mT`."""
         return FactoredMatrix(self.right.mT, self.left.mT)
 
     def matrix(self) -> Float[Tensor, "*matrices rows columns"]:
@@ -161,8 +163,8 @@ class FactoredMatrix:
         return self.left @ self.right
 
     def singular_values(self) -> Float[Tensor, "*matrices values"]:
-        """Return the largest singular values in descending order: at most `rank` (columns of `left`) of them. All other
-        singular values of the matrix are 0.
+        """Return the singular values that may differ from 0, in descending order. There are at most `rank` of them,
+        where `rank` is the number of columns of `left`.
         """
         # With left = Q R and right^T = P S, the product Q (R S^T) P^T has the singular values of R S^T.
         core = torch.linalg.qr(self.left, mode="r").R @ torch.linalg.qr(self.right.mT, mode="r").R.mT
@@ -186,8 +188,9 @@ class FactoredMatrix:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Circuits:
-    """OV and QK matrices of all heads of a model. Each matrix is `(width, width)`, for the width of the residual
-    stream, and is stored as two factors of rank head_dim.
+    """OV and QK matrices of all heads of a model. The OV matrix maps the residual stream at an attended token to what
+    the head writes into the stream. The QK matrix determines the attention scores. Each matrix is `(width, width)`, for
+    the width of the residual stream, and is stored as two factors of rank head_dim.
 
         OV = f P W_O W_V N          QK = s (R(i) W_Q N)^T (R(j) W_K N)
 
@@ -221,8 +224,8 @@ class Circuits:
 
     @property
     def has_linear_stream(self) -> bool:
-        """True if the model has a linear residual stream. Then each head adds its output to a sum, which every later
-        head reads directly or through one norm.
+        """True if the model has a linear residual stream: each head adds its output to a sum of vectors, and every
+        later head reads this sum directly or through one norm.
         """
         return isinstance(self._stream, StreamFactors)
 
@@ -239,7 +242,8 @@ class Circuits:
 
     def qk(self, layer: int, head: int, distance: int = 0) -> FactoredMatrix:
         """Return the QK matrix of a head, by zero-based layer and head. The attention score of query i and key j is
-        `x_i^T QK x_j`, where x_i is the residual stream at token i.
+        `x_i^T QK x_j`, where x_i is the residual stream at token i. With rotary positions, QK is the matrix for a key
+        that is `distance` tokens before the query.
 
         Args:
             layer: zero-based layer.
@@ -259,8 +263,9 @@ class Circuits:
         return FactoredMatrix(query[index], key[index])
 
     def why_not(self, score: str) -> str | None:
-        """Return the reason why a score cannot be computed for this model, or None if it can be computed. `score` is
-        the name of a score of single heads, such as "copying", or of a kind of composition, such as "q".
+        """Return the reason why a score cannot be computed for this model, or None if it can be computed. `score` is a
+        score of single heads, such as "copying", or a kind of composition: "q", "k" or "v", for queries, keys or values
+        that read what an earlier head writes.
 
         Raises:
             InputError: the name is none of a score, such as "copying", or of a kind of composition, such as "q".
@@ -324,8 +329,9 @@ class Circuits:
         return values
 
     def composition(self, *kinds: str, distance: int = 0) -> Composition:
-        """Return a table with one row for each pair of a head and a head of an earlier layer. Its columns are the
-        composition scores, which the class `Composition` defines.
+        """Return a table with one row for each pair of a head and a head of an earlier layer. The columns are
+        composition scores: how strongly the queries, keys or values of the later head read what the earlier head writes
+        into the residual stream.
 
         Args:
             kinds: some of "q", "k" and "v"; by default all that the model has, with a warning that names the others.
@@ -376,8 +382,9 @@ class Circuits:
         return Composition(tuple(rows), {**self.metadata, "settings": settings, "measured": measured})
 
     def _available(self, argument: str, names: Sequence[str], known: Sequence[str], plural: str) -> tuple[str, ...]:
-        """Check and return the requested scores, `names`. If `names` is empty, return all of `known` that can be
-        computed for the model, and warn of the rest. Raise `InputError` for a requested score that cannot be computed.
+        """Check that the scores in `names` can be computed for the model, and return these names. If `names` is empty,
+        return every score in `known` that can be computed, and warn of the others. Raise `InputError` for a name that
+        is unknown or a score that cannot be computed.
         """
         for name in names:
             if name not in known:

@@ -60,8 +60,9 @@ def head_weights(model: nn.Module, path: str) -> tuple[dict[str, Tensor], str]:
 
 @dataclass(frozen=True, eq=False)
 class ModuleMaps:
-    """Linear maps of the heads of one attention module, from and to the residual stream. They include the weight and
-    the mean subtraction of norms before and after attention, but not their division by the root mean square.
+    """Matrices of the heads of one attention module: from the residual stream to queries, keys and values, and from
+    head outputs back to the stream. They include the weight and the mean subtraction of the norms before and after
+    attention. The division of a norm by the root mean square is left out.
 
     Attributes:
         path: path of the module.
@@ -86,8 +87,9 @@ class ModuleMaps:
 
 
 class PlacedModule(NamedTuple):
-    """Attention module with its linear maps, and with what a recorded run of the model has shown: its input, the call
-    of its output projection, and the call of the module whose result is added to the residual stream.
+    """Attention module with its linear maps, its input in a recorded run of the model, and two recorded module calls.
+    `projection` is the call of its output projection. `written` is the call whose result is added to the residual
+    stream: that of a norm after the projection if there is one, otherwise `projection`.
 
     Attributes:
         maps: its linear maps, with norms folded in.
@@ -105,8 +107,9 @@ class PlacedModule(NamedTuple):
 
 
 def placed_modules(trace: RunTrace) -> list[PlacedModule]:
-    """Read the linear maps of every attention module from its weights, in the order in which a recorded run called the
-    modules. Raise `InputError` unless the maps reproduce the head outputs and the module outputs of the run.
+    """Return every attention module with its linear maps, which are read from its weights. The modules are in the order
+    in which a recorded run called them. Raise `InputError` unless the maps reproduce the head outputs and the module
+    outputs of this run.
     """
     return [_placed_module(trace, path) for path in trace.attention.weights]
 
@@ -140,8 +143,9 @@ def _placed_module(trace: RunTrace, path: str) -> PlacedModule:
 def _require_values(
     trace: RunTrace, path: str, weights: Mapping[str, Tensor], inputs: Tensor, projection: ModuleCall
 ) -> None:
-    """Raise `InputError` unless the weights of an attention module reproduce its recorded run. Attention weights times
-    the values must be the recorded head outputs. The output projection of the head outputs must be the recorded result.
+    """Raise `InputError` unless the weights of an attention module reproduce what a run of the model recorded. The
+    recorded attention weights times the values must be the recorded head outputs. The output weights times the head
+    outputs must be the recorded result of the call `projection`.
     """
     attention, recorded = trace.attention.weights[path], trace.attention.outputs.get(path)
     group = len(weights["query"]) // len(weights["value"])
@@ -157,8 +161,8 @@ def _require_values(
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors of vectors are equal up to rounding. The norm of each difference may be at most
-    `TOLERANCE` times the largest norm of the vectors of the same head (or sequence) in `other`.
+    """Return True if two tensors of vectors are equal up to rounding. The difference between two vectors may have a
+    norm of at most `TOLERANCE` times the largest vector norm in `other`, separately for each head (or sequence).
     """
     if one.shape != other.shape:
         return False
@@ -169,9 +173,9 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 def _scores(
     trace: RunTrace, weights: Mapping[str, Tensor], call: ModuleCall
 ) -> tuple[Float[Tensor, " heads"], Rotation, str | None]:
-    """Determine how attention scores follow from queries and keys: return each head's scale and the rotation by
-    position. The third result is None if scale times rotated queries and keys reproduce the recorded attention weights,
-    otherwise the reason why they do not.
+    """Determine how an attention module computes its scores. Return the scale of each head, the rotation of queries and
+    keys by position, and None. If scale times the products of rotated queries and keys do not reproduce the recorded
+    attention weights, the third result is the reason instead of None.
     """
     assert call.input is not None
     path, ones, rotation = call.path, torch.ones(len(weights["query"])), _rotation(trace, call)
@@ -196,7 +200,8 @@ def _scores(
 
 def _rotation(trace: RunTrace, call: ModuleCall) -> Rotation | None:
     """Return the rotation by position that a call of an attention module applies to its queries and keys. Return None
-    if the module receives cosines and sines whose origin is not found in the recorded run.
+    if the module receives cosines and sines as an argument, and the recorded run does not show how they follow from the
+    positions.
     """
     if isinstance(call.module, MultiHeadAttention):
         return Rotation() if call.module.rotary is None else LayerRotation(call.module.rotary)
@@ -216,9 +221,9 @@ def _scale(
     weights: Float[Tensor, "heads length length"],
     is_zero: Bool[Tensor, " heads"],
 ) -> tuple[Float[Tensor, " heads"], str | None]:
-    """Return for each head the scale s for which the softmax of s times `products` (of queries and keys) is the
-    recorded attention weights, and None. If there is no such scale, or attention is too uniform to determine it, return
-    ones and the reason.
+    """Determine a scale s for each head: the softmax of s times `products` (dot products of queries and keys) must be
+    equal to the recorded attention `weights`. Return the scales and None. If there is no such scale, or attention is
+    too uniform to determine it, return ones and the reason.
 
     The factor is fitted to the weights. A number that the module states or its head_dim implies is used instead if the
     weights follow from it. Scores may be capped, c tanh(score / c), as in Gemma 2. The weights of a head whose QK

@@ -27,24 +27,24 @@ class NormMap(NamedTuple):
     is_centred: bool
 
     def after(self, matrix: Float[Tensor, "*heads rows width"]) -> Float[Tensor, "*heads rows width"]:
-        """Return `matrix @ N`, where N is the linear part of the norm. If `matrix` is applied to the output of the
-        norm, the product is applied to its input.
+        """Return `matrix @ N`, where N is the linear part of the norm. If a model first applies the norm and then
+        `matrix`, the product maps the input of the norm directly to the result.
         """
         product = matrix * self.weight
         return product - product.mean(-1, keepdim=True) if self.is_centred else product
 
     def before(self, matrix: Float[Tensor, "*heads width columns"]) -> Float[Tensor, "*heads width columns"]:
-        """Return `N @ matrix`, where N is the linear part of the norm. If `matrix` computes the input of the norm, the
-        product computes its output.
+        """Return `N @ matrix`, where N is the linear part of the norm. If a model first applies `matrix` and then the
+        norm, the product maps the input of `matrix` directly to the result.
         """
         centred = matrix - matrix.mean(-2, keepdim=True) if self.is_centred else matrix
         return centred * self.weight[:, None]
 
 
 def norm_map(call: ModuleCall) -> NormMap:
-    """Return the linear part of a norm that the model called, in float64. The factor of each feature is `weight`,
-    `1 + weight` (Gemma) or 1: the choice that reproduces the output of the norm for random inputs. Raise `InputError`
-    if none does.
+    """Return the linear part of a norm that the model called, in float64. Each feature has the factor `weight`, `1 +
+    weight` (Gemma) or 1: the choice with which the formula reproduces the outputs of the norm for random inputs. Raise
+    `InputError` if no choice reproduces them.
     """
     assert call.of_norm is not None
     norm, (read, returned) = call.module, call.of_norm

@@ -97,10 +97,10 @@ class HeadPair(Row):
 
 
 class CompositionSummary(HeadTable[HeadRow]):
-    """Table of the largest composition scores of each head, one row per head. `k_in` is the head's largest
-    K-composition score with an earlier head, and `k_out` its largest one with a later head. The columns of `q` and `v`
-    have the same form. The score is NaN for the first layer (`_in`), the last layer (`_out`), and for a head whose
-    matrix is 0.
+    """Table with one row per head: its largest composition scores. `k_in` is the largest score with which the head's
+    keys read the output of an earlier head. `k_out` is the largest score with which the keys of a later head read the
+    output of this head. The columns of `q` and `v` are the same for queries and values. A column is NaN without such an
+    earlier or later head, and for a head whose matrix is 0.
     """
 
     NAME = "composition-summary"
@@ -154,8 +154,8 @@ class Composition(Table[HeadPair]):
         raise InputError("pair", expected="a head of an earlier layer and a later one", got=(earlier, later))
 
     def largest(self, kind: str, top: int = 20) -> list[HeadPair]:
-        """Return the `top` rows with the largest scores of a kind of composition ("q", "k" or "v"), largest first.
-        Pairs with a head whose matrix is 0 have no score and are left out.
+        """Return the `top` rows with the largest scores of a kind of composition ("q", "k" or "v"), largest first. A
+        pair of heads is left out if its score is NaN, because the OV or QK matrix of one of its heads is 0.
 
         Raises:
             InputError: the table has no such kind, or `top` is not a whole number of 1 or more.
@@ -165,8 +165,8 @@ class Composition(Table[HeadPair]):
         return sorted(scored, key=lambda row: -row.statistics[name].value)[:top]
 
     def summary(self) -> CompositionSummary:
-        """Return a table with one row per head and its largest composition scores. Columns such as `k_in` are the
-        largest score with any earlier head, and columns such as `k_out` with any later head.
+        """Return a table with one row per head and the largest composition scores of this head. A column such as `k_in`
+        is the largest score of the head with any earlier head, and `k_out` the largest one with any later head.
         """
         largest: dict[tuple[int, int, str], float] = {}
         for row in self.rows:
@@ -245,8 +245,8 @@ class Composition(Table[HeadPair]):
 def reading_factor(
     left: Float[Tensor, "heads width rank"], right: Float[Tensor, "heads rank width"]
 ) -> Float[Tensor, "heads rank width"]:
-    """Return a smaller matrix F for each head's matrix M = `left @ right`, with `rank` rows. For every matrix X, F @ X
-    has the same Frobenius norm as M @ X.
+    """Return, for each head's matrix M = `left @ right`, a matrix F that has only `rank` rows. F can replace M in norms
+    of products: for every matrix X, F @ X has the same Frobenius norm as M @ X.
     """
     factor: Tensor = torch.linalg.qr(left, mode="r").R @ right
     return factor
@@ -255,8 +255,8 @@ def reading_factor(
 def writing_factor(
     left: Float[Tensor, "heads width rank"], right: Float[Tensor, "heads rank width"]
 ) -> Float[Tensor, "heads width rank"]:
-    """Return a smaller matrix F for each head's matrix M = `left @ right`, with `rank` columns. For every matrix X, X @
-    F has the same Frobenius norm as X @ M.
+    """Return, for each head's matrix M = `left @ right`, a matrix F that has only `rank` columns. F can replace M in
+    norms of products: for every matrix X, X @ F has the same Frobenius norm as X @ M.
     """
     factor: Tensor = left @ torch.linalg.qr(right.mT, mode="r").R.mT
     return factor

@@ -51,9 +51,9 @@ class NotLinearError(Exception):
 
 
 def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule]) -> StreamFactors:
-    """Run a model a second time with random vectors added to the output of each attention module, and raise
-    `NotLinearError` unless its residual stream is linear. Return the factors by which the model multiplies what is
-    added to the stream.
+    """Raise `NotLinearError` unless the residual stream of a model is linear. Return the factors by which the model
+    multiplies vectors before it adds them to the stream. For this check, the model runs a second time, with random
+    vectors added to the output of each attention module.
     """
     ends = [module.input for module in modules]
     shape = ends[0].shape
@@ -83,9 +83,10 @@ def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule])
 
 
 def _factors(paths: Sequence[str], shifts: Sequence[Tensor], changes: Sequence[Tensor]) -> StreamFactors:
-    """Return the factors by which random vectors (`shifts`), added to module outputs, appear in the changes of the
-    residual stream, fitted by least squares. `changes` is the change at the input of each module in `paths`, and at the
-    end of the stream. If there is one shift more than paths, the first one is that of the token embedding.
+    """Return the factors with which random vectors (`shifts`), added to the outputs of modules, reach the residual
+    stream, fitted by least squares. `changes` are the resulting changes of the stream: at the input of each module in
+    `paths` and, if known, at its end. If there is one shift more than paths, the first shift was added to the token
+    embedding.
     """
     offset, size = len(shifts) - len(paths), float(shifts[0].norm())
     table = torch.full((len(changes), len(shifts)), torch.nan, dtype=torch.float64)
@@ -124,8 +125,8 @@ def _only(factors: Tensor) -> float:
 
 
 def _tensor_like(trace: RunTrace, second: RunTrace, end: Tensor) -> Tensor:
-    """Return the tensor in the second run that corresponds to the tensor `end` of the first run. It is the input or the
-    result of the same module call. Raise `NotLinearError` if there is none.
+    """Find the module call in the first run (`trace`) whose input or result is the tensor `end`. Return the input or
+    result of the same call in the second run. Raise `NotLinearError` if there is no such call.
     """
     for call, other in zip(trace.calls, second.calls, strict=True):
         for one, counterpart in ((call.input, other.input), (call.result, other.result)):
@@ -136,8 +137,9 @@ def _tensor_like(trace: RunTrace, second: RunTrace, end: Tensor) -> Tensor:
 
 @contextmanager
 def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> Iterator[None]:
-    """While the context is active, make each norm of a model return its recorded outputs again, in the order of the
-    calls. The calls in `shifted` return their recorded outputs plus the given tensor.
+    """While the context is active, make each norm of a model return its outputs from a recorded run, in the order of
+    its calls. `shifted` has pairs of a module call and a tensor: such a call returns its recorded output plus this
+    tensor.
     """
     outputs: dict[nn.Module, list[Any]] = {}
     for call in trace.calls:
@@ -152,9 +154,9 @@ def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> 
 
 
 def _stream_end(trace: RunTrace, shape: torch.Size) -> tuple[Tensor, ModuleCall | None, ModuleCall | None] | None:
-    """Return the tensor at the end of a residual stream of this shape: the input of the final norm or, without such a
-    norm, of the output embedding. Also return the calls of the final norm and of the output embedding; None for a
-    missing call. Return None if no such tensor is found.
+    """Return the last tensor of the residual stream, which has the given `shape`: the input of the final norm or,
+    without such a norm, of the output embedding. Also return the recorded calls of the final norm and of the output
+    embedding, each None if it is missing. Return a single None if no such tensor is found.
 
     If the model does not name its output embedding, the tensor is derived from the output of the model, or else from
     the input of the last norm.
@@ -200,8 +202,8 @@ def embedding_product(trace: RunTrace, factors: StreamFactors, *, with_logits: b
 
 
 def unembedding_matrix(trace: RunTrace, shape: torch.Size) -> Float[Tensor, "vocabulary width"]:
-    """Return the matrix that maps the residual stream to logits: the output embedding times the linear part of the
-    final norm, if there is one.
+    """Return the matrix that maps the residual stream, a tensor of the given `shape`, to logits. It is the weight of
+    the output embedding, times the linear part of the final norm if there is one.
     """
     _, norm, unembedding = _stream_end(trace, shape) or (None, None, None)
     if unembedding is None or unembedding.input is None or unembedding.result is None:

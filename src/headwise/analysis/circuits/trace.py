@@ -105,7 +105,8 @@ class ModuleCall(NamedTuple):
 
 class AttentionTrace(SiteRegistry):
     """Interceptor that records the attention weights and head outputs of every attention module while a model runs once
-    on one sequence. Both are dictionaries by the path of the module, in the order of the calls.
+    on one sequence. Weights and outputs are stored in one dictionary each, by the path of the module and in the order
+    of the calls.
 
     Attributes:
         weights: attention weights.
@@ -202,8 +203,8 @@ class RunTrace:
 
 
 def is_same(one: Any, other: Tensor | None) -> bool:
-    """Return True if both arguments are tensors with the same shape, strides and memory address. All tensors of a
-    recorded run are kept, so that equal addresses mean the same tensor.
+    """Return True if both arguments are tensors with the same shape, strides and memory address. A recorded run keeps
+    all its tensors in memory, so that equal addresses mean the same tensor.
     """
     if not isinstance(one, Tensor) or other is None:
         return False

@@ -52,8 +52,9 @@ class DistanceCurve(HeadCurves[DistanceRow]):
         errors: float = 1.96,
         ax: Any = None,
     ) -> "Axes":
-        """Draw the share of attention within a distance against this distance, for some heads with error bars. Return
-        the matplotlib axes. The x-axis is the logarithm of the distance plus 1, so that distance 0 can be drawn.
+        """Draw the share of attention within a distance against this distance, as one curve with error bars for each of
+        some heads. Return the matplotlib axes. The x-axis is the logarithm of the distance plus 1, so that distance 0
+        can be drawn.
 
         Args:
             statistic: "within" or "within_with_first".
@@ -74,8 +75,9 @@ class DistanceCurve(HeadCurves[DistanceRow]):
         return row.distance + 1
 
     def _drawn(self, statistic: str) -> list[tuple[int, int]]:
-        """Return the heads that are drawn by default. All heads are sorted by their mean share of attention over the
-        distances, and 6 heads at equal steps are selected.
+        """Return the heads that are drawn by default, as `(layer, head)`. All heads are sorted by their mean share of
+        attention over the distances. From this order, 6 heads are selected at equal steps, including the first and the
+        last.
         """
         sums: dict[tuple[int, int], float] = {}
         for row in self.rows:
@@ -128,8 +130,9 @@ def attention_distances(
     progress: bool = False,
     title: str | None = None,
 ) -> AttentionDistances:
-    """Measure how far each head attends: the smallest distances within which it puts 50 % and 90 % of its attention by
-    default. The result also has the share of attention within each of several distances, as a curve.
+    """Measure how far each head attends. By default, return two distances per head, in tokens: the smallest one within
+    which 50 % of its attention lies, and the smallest one for 90 %. The result also has the share of attention within
+    each of several distances, as a curve.
 
         distances = hw.attention_distances(model, texts)
         distances.table()           # one row per head: layer, head, ..., distance_90, distance_90_with_first

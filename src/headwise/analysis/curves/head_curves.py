@@ -33,7 +33,7 @@ class HeadCurves(Table[HeadRowT]):
         return rows
 
     def _place(self, row: HeadRowT) -> float:
-        """Return the x-coordinate of the curve's point that a row contains."""
+        """Return the x-coordinate of a row, which is one point of a curve."""
         raise NotImplementedError
 
     def _drawn(self, statistic: str) -> list[tuple[int, int]]:

@@ -68,8 +68,8 @@ class PositionSlopes(HeadTable[HeadRow]):
 @dataclass(frozen=True, repr=False)
 class PositionCurves(HeadCurves[PositionRow]):
     """Table of the attention statistics of each head by the position of the query, one row per head and bin of
-    positions. Each number is the mean over the queries of a sequence in the bin, averaged over the sequences with
-    queries in the bin. Standard errors are over documents.
+    positions. Each number is a mean over the queries of a sequence in the bin, averaged over all sequences that have
+    such queries. Standard errors are over documents.
 
     Attributes:
         slopes: the slope of each statistic on the logarithm of the position, one row per head.
@@ -91,7 +91,8 @@ class PositionCurves(HeadCurves[PositionRow]):
         ax: Any = None,
     ) -> "Axes":
         """Draw a statistic of some heads against the position of the query, with error bars, and return the matplotlib
-        axes. The x-coordinate of a bin is the geometric mean of its first and last position, counted from 1.
+        axes. The x-coordinate of a bin of positions is the geometric mean of the bin's first and last position, counted
+        from 1.
 
         Args:
             statistic: name of a statistic of the table.
@@ -112,9 +113,9 @@ class PositionCurves(HeadCurves[PositionRow]):
         return math.sqrt((row.position_from + 1) * (row.position_to + 1))
 
     def _drawn(self, statistic: str) -> list[tuple[int, int]]:
-        """Return the heads that are drawn by default, as `(layer, head)`: those with the largest ratio of the
-        statistic's slope to its standard error. With a single document, which has no standard errors, sort by the slope
-        instead. Signs are ignored.
+        """Return the heads that are drawn by default, as `(layer, head)`: those with the largest absolute ratio of the
+        statistic's slope to its standard error. With a single document there are no standard errors, and the heads with
+        the largest absolute slopes are returned.
         """
         name = statistic + SLOPE_SUFFIX
         rows = [row for row in self.slopes.rows if math.isfinite(row.statistics[name].value)]

@@ -26,8 +26,8 @@ LARGEST_LOSS = 1e-3
 
 class LayerReader(SiteRegistry):
     """Base class of interceptors that multiply the attention matrices of successive layers during one run of a model.
-    Every layer must run self-attention over all tokens exactly once. Otherwise the product would not be that of the
-    model, and `InputError` is raised.
+    Every layer must run self-attention over all tokens exactly once; otherwise `InputError` is raised, since the
+    product would not describe the model.
 
     Attributes:
         sizes: numbers of sequences and tokens of the first layer; None before it.
@@ -44,8 +44,8 @@ class LayerReader(SiteRegistry):
 
     def observe(self, call: Call) -> Observation | None:
         """Return an `Observation`, which receives the attention weights, for the next layer's attention call. Raise
-        `InputError` unless the call is self-attention over as many sequences and tokens as in earlier layers, and the
-        only call of its module.
+        `InputError` unless the call is self-attention over as many sequences and tokens as the calls of earlier layers.
+        Also raise it for a second call of the same module.
         """
         grid, path = call.grid, call.site.label
         if call.is_recomputation:
@@ -71,8 +71,9 @@ class LayerReader(SiteRegistry):
         return self.read_layer(number, call, observed)
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation | None:
-        """Return an `Observation`, which receives the attention weights of layer `number` in the order of the run.
-        Return None if they are not needed. Subclasses override this method.
+        """Return an `Observation`, which receives the attention weights, for layer `number`. Layers are numbered from 0
+        in the order in which they run. Return None if the weights of this layer are not needed. Subclasses override
+        this method.
         """
         return None
 
@@ -104,9 +105,9 @@ class LayerReader(SiteRegistry):
 
 
 def require_whole(sums: Float[Tensor, "*queries"], path: str, eps: float) -> None:
-    """Raise `InputError` unless the shares of input tokens in the rollout (attention multiplied over layers) have the
-    sum 1 for each query, up to rounding. The sum is smaller if a learned sink receives attention, or if an attended
-    token attends to nothing itself. `eps` is the machine epsilon of the model's dtype.
+    """Raise `InputError` unless all `sums` are 1 up to rounding. Each is the sum over input tokens of a query's shares
+    in the rollout (attention multiplied over layers). It is below 1 if a learned sink receives attention, or if an
+    attended token attends to nothing itself. `eps` is the machine epsilon of the model's dtype.
     """
     loss = (sums - 1).abs()
     if bool((loss > max(LARGEST_LOSS, 4 * eps)).any()):  # NaN is reported elsewhere
@@ -115,7 +116,7 @@ def require_whole(sums: Float[Tensor, "*queries"], path: str, eps: float) -> Non
 
 
 def eps_of(row_block: RowBlock) -> float:
-    """Return the machine epsilon of the dtype of an attention call: the dtype of its values, or that of its attention
-    weights if the values are unknown.
+    """Return the machine epsilon of an attention call: that of the dtype of its value vectors or, if these are unknown,
+    of its attention weights.
     """
     return torch.finfo(row_block.powers.dtype if row_block.values is None else row_block.values.dtype).eps

@@ -20,8 +20,9 @@ NORM_PREFIX = "norm_"
 
 
 class NormWeighted(HeadTable[HeadRow]):
-    """Table of norm-weighted attention (Kobayashi et al. 2020), one row per head. Attention weights are multiplied by
-    the norms of the vectors that they weight, and compared with the plain weights.
+    """Table of norm-weighted attention (Kobayashi et al. 2020), one row per head. Each attention weight is multiplied
+    by a norm: that of the key's value vector after the output projection. The statistics of these products are compared
+    with those of the plain weights.
 
     With A_ij the weight of key j for query i and f(x_j) the key's value vector, with its bias, times the head's slice
     of the output projection, let
@@ -67,9 +68,9 @@ def norm_weighted(
     progress: bool = False,
     title: str | None = None,
 ) -> NormWeighted:
-    """Measure where each head attends if each attention weight A_ij is multiplied by the norm of the vector f(x_j) that
-    it weights (Kobayashi et al. 2020). Also measure how much |A_ij f(x_j)| differs from A_ij alone. `NormWeighted`
-    defines the statistics.
+    """Measure where each head attends if each attention weight is multiplied by a norm: that of the key's value vector
+    after the output projection (Kobayashi et al. 2020). Also measure how much these products differ from the plain
+    weights. `NormWeighted` defines the statistics.
 
         norms = hw.norm_weighted(model, texts)
         norms.table()                   # one row per head: norm_entropy, entropy_change, ..., moved, norm_preference

@@ -52,9 +52,9 @@ class LayerRow(Row):
 
 
 class RolloutLayers(Table[LayerRow]):
-    """Table of attention rollout (attention multiplied over layers), one row per layer. Its statistics state to which
-    input tokens the rollout of a query goes. Each is a mean over the queries of a sequence, averaged over sequences,
-    with standard errors over documents.
+    """Table of attention rollout (attention multiplied over layers), one row per layer. The rollout states, for each
+    query, which share of its attention goes to each input token. Statistics of these shares are means over the queries
+    of a sequence, averaged over sequences, with standard errors over documents.
 
     The columns `first`, `self` and `special` are shares on the first token, on the query's own token and on special
     tokens; `distance` is the mean distance in tokens, and `entropy` is in nats.
@@ -96,8 +96,9 @@ class RolloutLayers(Table[LayerRow]):
 
 @dataclass(frozen=True, repr=False)
 class Rollout(HeadTable[HeadRow]):
-    """Table of rolled-out attention (Abnar and Zuidema 2020), one row per head. It is the attention of a head to the
-    input tokens of the model: its attention weights times the attention rollout of the layers below.
+    """Table of rolled-out attention (Abnar and Zuidema 2020), one row per head. Rolled-out attention is the attention
+    of a head to the input tokens of the model. It is the product of the head's attention weights and the attention
+    rollout of the layers below.
 
     With A_h the weights of a head in layer l, H heads, and r the share of the residual connection (0.5 in the paper),
 
@@ -207,9 +208,10 @@ def residual_share(residual: Any) -> float:
 def rolled_out(
     model: nn.Module, batch: dict[str, Any], special: Collection[int], residual: float
 ) -> "tuple[RolloutRun, dict[SiteKey, LayerSums]]":
-    """Compute the attention rollout of a batch. The model runs several times if the columns of the rollout do not fit
-    into the memory limit of one run. Return the interceptor of the last run, and for each attention module the sums of
-    the statistics over the queries of each sequence.
+    """Compute the attention rollout of a batch: for each layer, a matrix of queries (rows) by input tokens (columns).
+    If the columns do not fit into the memory limit, the model runs several times, each time for some columns. Return
+    the interceptor of the last run and, for each attention module, the sums of the rollout statistics over the queries
+    of each sequence.
     """
     sums: dict[SiteKey, LayerSums] = {}
     start, length = 0, 1
@@ -227,9 +229,9 @@ def rolled_out(
 
 
 def _means(sums: "LayerSums", site: SiteKey, sequences: int) -> SequenceValues:
-    """Divide the sums of an attention module's statistics by the numbers of queries, and return the mean for each
-    sequence, on the CPU. The names are those of `LAYER_STATISTICS` for the layer, and those of the table's columns for
-    its heads.
+    """Divide the sums of an attention module's statistics by the number of queries, and return the mean for each
+    sequence, on the CPU. Statistics of the layer have the names in `LAYER_STATISTICS`. Statistics of its heads have the
+    names of columns of the table `Rollout`.
     """
     assert sums.rows is not None
     if len(sums.rows) != sequences:
@@ -272,8 +274,8 @@ class LayerSums:
 
 
 class RolloutRun(LayerReader):
-    """Interceptor that computes the attention rollout of a batch in one run of the model, for as many tokens from
-    `start` on as fit into memory. The run adds to the sums of the statistics in `sums`.
+    """Interceptor that computes the attention rollout of a batch in one run of the model. The run covers the tokens
+    from `start` on, as many as fit into memory, and adds their statistics to `sums`.
 
     For the entropy, these tokens are the attended ones. For attention on the query itself and for distances, they are
     the queries.
@@ -304,8 +306,8 @@ class RolloutRun(LayerReader):
 @dataclass
 class _Columns:
     """State of the attention rollout during a run: the rollout matrix of the layers so far, multiplied by some columns.
-    For each of the tokens `tokens`, these are a column of the identity and a column of distances to the token. Three
-    more columns are 1 at first tokens, at special tokens, and at all tokens.
+    Each token in `tokens` has two columns: its column of the identity matrix, and the distance of every token to it.
+    Three further columns are 1 at first tokens, at special tokens, and at all tokens.
     """
 
     tokens: range
@@ -314,8 +316,8 @@ class _Columns:
 
     @staticmethod
     def of(row_block: RowBlock, context: CallContext, start: int) -> "_Columns":
-        """Return the columns before the first layer, where the rollout matrix is the identity, for as many tokens from
-        `start` on as fit into memory.
+        """Return the columns at the input of the first layer, where the rollout matrix is the identity. They cover the
+        tokens from `start` on, as many as fit into memory.
         """
         grid, powers = row_block.grid, row_block.powers
         token_bytes = 2 * 2 * powers.element_size() * grid.batch * grid.queries  # with the columns of the next layer
@@ -335,8 +337,8 @@ class _Columns:
 
 
 def _is_first(grid: Grid, context: CallContext, positions: Int[Tensor, "batch tokens"]) -> Bool[Tensor, "batch tokens"]:
-    """Return True at the first token that is not padding, of each sequence or, if documents are packed into a sequence,
-    of each document.
+    """Return True at the first token of each sequence, not counting padding. If several documents are packed into a
+    sequence, return True at the first token of each document.
     """
     everything = torch.arange(grid.queries, device=grid.device)[None]
     if context.first_keys is not None:
@@ -349,8 +351,8 @@ def _is_first(grid: Grid, context: CallContext, positions: Int[Tensor, "batch to
 
 
 class _Layer:
-    """One layer during a run: collects the products of its attention weights with the rollout columns of the layers
-    below, as a mean over heads.
+    """One layer during a run. It collects the mean over heads of its attention weights times the rollout columns of the
+    layers below.
     """
 
     def __init__(self) -> None:
@@ -359,8 +361,8 @@ class _Layer:
         self._eps = 0.0
 
     def add(self, row_block: RowBlock, columns: _Columns, sums: LayerSums) -> None:
-        """Multiply the attention weights of some query rows of some heads with the rollout columns of the layers below.
-        Add the products to the layer's mean, and the statistics of the heads to `sums`.
+        """Multiply the attention weights of a block (some query rows of some heads) by the rollout columns of the
+        layers below. Add the products to the layer's mean over heads, and the statistics of each head to `sums`.
         """
         grid, tile, before = row_block.grid, row_block.tile, columns.values
         if self._product is None or self._counted is None:
@@ -387,7 +389,9 @@ class _Layer:
         counted_own = counted[..., own.start - row_block.rows.start :][..., : len(own)]
 
         def add(totals: dict[str, Tensor], name: str, of_rows: Tensor, is_counted: Tensor = counted) -> None:
-            """Add to `totals[name]` the sum of a statistic over the counted query rows, for each sequence and head."""
+            """Add to `totals[name]` the sum of a statistic over query rows, for each sequence and head. `of_rows` is
+            the statistic of each row; rows for which `is_counted` is False, such as padding, are left out.
+            """
             if name not in totals:
                 totals[name] = torch.zeros(grid.batch, grid.heads, dtype=torch.float64, device=grid.device)
             of_sequences = of_rows.double().masked_fill(~is_counted, 0.0).sum(-1)
@@ -406,8 +410,8 @@ class _Layer:
                 add(sums.direct, "special", row_block.feature_sums["special"])
 
     def finish(self, columns: _Columns, residual: float, sums: LayerSums, path: str) -> None:
-        """Replace the rollout columns of the layers below by those that include this layer, and add the statistics of
-        the layer's rollout to `sums`.
+        """Replace the rollout columns of the layers below by those that include this layer and its residual connection.
+        Add the statistics of the layer's rollout to `sums`.
         """
         assert self._product is not None
         assert self._counted is not None

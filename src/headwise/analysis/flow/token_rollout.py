@@ -31,8 +31,8 @@ KEPT_BYTES = 2**26
 
 @dataclass(frozen=True)
 class TokenRollout:
-    """Attention rollout (attention multiplied over layers) of some query tokens of one text. For each query, it is the
-    share of each token of the text in what the query reads from the input.
+    """Attention rollout (attention multiplied over layers) of some query tokens of one text. It states, for each query
+    token, which share of the information that it reads comes from each token of the text.
 
     Attributes:
         tokens: the tokens of the text, for display.
@@ -88,9 +88,9 @@ def token_rollout(
     residual: float = ROLLOUT_RESIDUAL,
     truncate: bool = False,
 ) -> TokenRollout:
-    """Compute the attention rollout of some tokens of one text (Abnar and Zuidema 2020): attention matrices are
-    multiplied over layers. The result states for each of these tokens which share of what it reads comes from each
-    token of the input.
+    """Compute the attention rollout of some query tokens of one text: attention matrices are multiplied over layers
+    (Abnar and Zuidema 2020). The result states, for each query token, which share of the information that it reads
+    comes from each token of the text.
 
         hw.token_rollout(model, tokenizer, "The keys to the cabinet are").table()
 
@@ -148,7 +148,7 @@ def token_rollout(
 
 def _indices(queries: Any, count: int) -> tuple[int, ...]:
     """Return the indices of the query tokens as non-negative numbers. Raise `InputError` if an index is not in the text
-    of `count` tokens, or if there is none.
+    of `count` tokens, or if `queries` is empty.
     """
     indices: list[int] = []
     for query in collection_of("queries", queries, of="indices of tokens"):
@@ -165,9 +165,9 @@ def _indices(queries: Any, count: int) -> tuple[int, ...]:
 
 
 class _RowPass(LayerReader):
-    """Interceptor that multiplies rows of the rollout (`shares`) by the attention matrices of the layers `numbers`,
-    from the last of these layers to the first. For a single layer, the product is computed block by block; for several
-    layers, their mean attention matrices are stored.
+    """Interceptor that multiplies some rows of the rollout by the mean attention matrix of each layer in `numbers`,
+    from the last layer to the first. `shares` are these rows, one per query token. For a single layer, the product is
+    computed block by block; for several layers, their matrices are stored.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class _RowPass(LayerReader):
         self._eps = 0.0
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation | None:
-        """Return an `Observation` that reads the attention weights of layer `number`. Return None if the rollout is not
-        multiplied by this layer.
+        """Return an `Observation`, which receives the attention weights of layer `number`. Return None if this layer is
+        not one of those by which the rollout is multiplied.
         """
         if number not in self._numbers:
             return None
@@ -205,8 +205,9 @@ class _RowPass(LayerReader):
         return Observation(observer, CallContext(), lambda: None)
 
     def passed(self) -> list[Float[Tensor, "queries tokens"]]:
-        """Return the shares of the tokens at the input of each layer, from the last layer to the first. For each layer,
-        the shares at its output are multiplied by its mean attention matrix and mixed with the residual connection.
+        """Return the shares of the tokens at the input of each layer, from the last layer to the first. They are the
+        shares at the layer's output, multiplied by its mean attention matrix and mixed with the unmultiplied shares
+        (the residual connection).
         """
         shares, found = self._shares, []
         for number in reversed(self._numbers):

@@ -56,8 +56,8 @@ class DependencyRow(HeadRow):
 
 
 class _GainTable(Table[DependencyRow]):
-    """Base class of tables of dependency accuracy. Its column `gain` is the accuracy of a head minus that of a fixed
-    offset, and is tested against zero.
+    """Base class of tables of dependency accuracy. The column `gain` is the accuracy of a head minus the accuracy of
+    always choosing the word at a fixed offset. It is tested against zero.
     """
 
     ROW_TYPE = DependencyRow
@@ -71,9 +71,9 @@ class _GainTable(Table[DependencyRow]):
 
 
 class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
-    """Table with one row per head: its dependency accuracy for the syntactic relation and direction of attention in
-    which the head is best. They are chosen by the largest gain over a fixed offset in one half of the documents. The
-    column `gain` is measured in the other half, so that the choice does not bias it.
+    """Table with one row per head: its dependency accuracy for one syntactic relation and direction of attention. These
+    are the relation and direction with the largest gain (accuracy minus that of a fixed offset in words) in one half of
+    the documents. The column `gain` is measured in the other half, so that the choice does not bias it.
 
     The columns are those of `DependencyAccuracy`. `gain_q` is adjusted for the number of heads.
     """
@@ -106,8 +106,8 @@ class DependencyAccuracy(_GainTable):
 
     def best(self) -> DependencyHeads:
         """Return a table with one row per head, for the syntactic relation and direction with the largest
-        `selection_gain`. This is the head's gain over a fixed offset in the half of the documents that is used for
-        selection.
+        `selection_gain`. This is the head's accuracy minus that of a fixed offset in words, in the half of the
+        documents that is used for selection.
         """
         best: dict[tuple[int, int, str], DependencyRow] = {}
         for row in self.rows:
@@ -117,8 +117,8 @@ class DependencyAccuracy(_GainTable):
         return DependencyHeads(tuple(best.values()), self.metadata)
 
     def plot(self, statistic: str = "gain", *, kind: str = "heatmap", **options: Any) -> "Axes":
-        """Draw one number per head, for the relation and direction that `best()` selects, and return the matplotlib
-        axes. The options are those of `HeadTable.plot`.
+        """Draw a statistic of each head, for the relation and direction that `best()` selects for the head, and return
+        the matplotlib axes. The options are those of `HeadTable.plot`.
 
         Raises:
             InputError: there is no such statistic or kind.
@@ -128,7 +128,9 @@ class DependencyAccuracy(_GainTable):
 
 
 def _selection_gain(row: DependencyRow) -> float:
-    """Return a row's gain over a fixed offset in the selection half of the documents; minus infinity if it is NaN."""
+    """Return the value of a row's column `selection_gain`, or minus infinity if it is NaN. This is the head's accuracy
+    minus that of a fixed offset in words, in the half of the documents that is used for selection.
+    """
     value = row.statistics["selection_gain"].value
     return -math.inf if math.isnan(value) else value
 
@@ -157,8 +159,8 @@ def dependency_accuracy(
     title: str | None = None,
 ) -> DependencyAccuracy:
     """Measure how often each head attends most from a word to its syntactic governor, and from a governor to its
-    dependent (Clark et al. 2019, section 4.2). Compare this with the best fixed offset in words (Voita et al. 2019,
-    section 5.2). `DependencyAccuracy` defines the columns and the tests.
+    dependent (Clark et al. 2019, section 4.2). Compare this accuracy with that of always choosing the word at the best
+    fixed offset (Voita et al. 2019, section 5.2). `DependencyAccuracy` defines the columns and the tests.
 
         accuracy = hw.dependency_accuracy(model, tokenizer, "en_ewt-ud-test.conllu")
         accuracy.best()                     # one row per head: the relation at which it is best
@@ -250,7 +252,7 @@ attend from one word to the other.
 
 class _Pair(NamedTuple):
     """Two words of a sentence that a syntactic relation joins, in one direction of attention. The source is the word
-    that attends, and the target is the word that it is to attend to.
+    that attends. The target is the other word, and attending to it counts as correct.
 
     Attributes:
         relation: the dependency, and which of the two words is its head.
@@ -272,8 +274,9 @@ def _aligned(
     longest: int | None,
     ignored: Collection[str],
 ) -> tuple[list[tuple[int, AlignedTokens, list[_Pair]]], Counter[str]]:
-    """Return the document, tokens and word pairs of each sentence that the model can read. Also return counts of the
-    sentences, words and pairs that are left out, by reason.
+    """Return three things for each sentence that the model can read: the number of its document, its tokens with the
+    word of each token, and its pairs of words in a syntactic relation. Also return counts of the sentences, words and
+    pairs that are left out, by reason.
     """
     read, left_out = [], Counter[str]()
     for sentence in sentences:
@@ -308,8 +311,9 @@ def _rows(
     selection: set[int],
     fewest: int,
 ) -> Iterator[DependencyRow]:
-    """Yield the rows of the table: for each head, one row per relation and direction. Leave out those with fewer than
-    `fewest` word pairs in the selection half or in the test half of the documents.
+    """Yield the rows of the table: for each head, one row per relation and direction. The documents are divided into
+    two halves, for selection and for the test. Relations and directions with fewer than `fewest` word pairs in one of
+    these halves are left out.
     """
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, pair in enumerate(pairs):
@@ -330,8 +334,9 @@ def _rows(
 def _columns(
     pairs: Sequence[_Pair], correct: Float[Tensor, "pairs heads"], selection: Sequence[int], test: Sequence[int]
 ) -> tuple[int, dict[str, list[MeanEstimate]]]:
-    """Return the fixed offset in words that is most often right in the selection half, and the columns of the table for
-    one relation and direction. `selection` and `test` are the indices of the word pairs in each half of the documents.
+    """Compute the columns of the table, such as accuracy and gain, for one relation and direction. Return the fixed
+    offset in words that is most often right in the selection half of the documents, and the columns. `selection` and
+    `test` are the indices of the word pairs in each half.
     """
     offsets = [pair.target - pair.source for pair in pairs]
     counts = Counter(offsets[index] for index in selection if abs(offsets[index]) <= FARTHEST)
@@ -384,8 +389,8 @@ class MostAttendedWords(WeightReader):
         return torch.full((call.grid.heads, len(self._eligible)), NO_WORD)
 
     def read(self, site: SiteKey, block: RowBlock) -> None:
-        """Add the attention weights of some query rows to the sums over the tokens of each word. For words whose rows
-        are all read, store the most attended other word.
+        """Sum the attention weights of some query rows over the tokens of each word. Once all query rows of a word are
+        read, store the other word that receives most attention from it.
         """
         heads, rows, words = block.tile.heads, block.rows, len(self._eligible)
         if site not in self._unfinished:

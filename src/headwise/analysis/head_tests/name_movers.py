@@ -39,7 +39,8 @@ from headwise.statistics.columns import Column
 
 class NameMovers(HeadTable[HeadRow]):
     """Table of the name-mover test (Wang et al. 2022, sections 3.1 and 3.3), one row per head. It states how much the
-    head attends from the end of a prompt to the name that follows, and how it changes the logit of this name.
+    head attends from the end of a prompt to the name that must follow the prompt. It also states how the head changes
+    the logit of this name.
 
     All columns are means over prompts, with standard errors clustered by template; `n` counts templates.
 
@@ -81,8 +82,9 @@ class NameMovers(HeadTable[HeadRow]):
     PLOTTED = "logit"
 
     def tests(self) -> dict[str, list[float]]:
-        """Return p-values and adjusted p-values by column name, with one number per head. They test the columns
-        `preference` and `logit` separately, and both together for name movers and negative name movers.
+        """Return p-values (such as `logit_p`) and adjusted p-values (such as `logit_q`) by name, with one number per
+        head. They test the columns `preference` and `logit` separately. They also test both columns together, as
+        `name_mover_p` for name movers and `negative_p` for negative name movers.
 
         Raises:
             MissingExtra: scipy is not installed.
@@ -252,8 +254,9 @@ OF_MODEL = "logit_of_model"
 
 
 class _EndAttention(WeightReader):
-    """Interceptor that reads the attention weights from the last token of each prompt to the names in it. `places` are
-    the positions of the names, `(prompts, roles)`. The weights of each attention module are `(prompts, heads, roles)`.
+    """Interceptor that reads the attention weights from the last token of each prompt to the names in the prompt. Each
+    name has a role: indirect object, or first or second occurrence of the subject. `places` are the token positions of
+    the names, `(prompts, roles)`. The weights of each attention module are `(prompts, heads, roles)`.
     """
 
     places: Int[Tensor, "prompts roles"]
@@ -285,9 +288,9 @@ of a head produces.
 
 
 def name_copying(model: nn.Module, prompts: Sequence[NamePrompt]) -> tuple[dict[str, Copying], str | None]:
-    """Test whether each head copies names: whether its OV matrix, applied at a name, makes the name's logit one of the
-    highest or lowest. Return the results by path of the attention module (the first module is left out), and None. If
-    the test is impossible, return an empty dictionary and the reason.
+    """Test whether each head copies names: whether its OV matrix, applied to the residual stream at a name, makes the
+    logit of this name one of the highest or lowest. Return the results by path of the attention module (without the
+    first module), and None. If the test is impossible, return an empty dictionary and the reason.
 
     The state x of the residual stream at each name is that before the second attention module, which contains the first
     MLP. The logits are `U OV x`, with the OV matrices and the output embedding U of `hw.circuits`: without biases, and

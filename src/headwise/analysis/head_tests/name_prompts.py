@@ -72,8 +72,9 @@ def name_prompts(
     names: Collection[str] = NAMES,
     templates: Collection[str] = TEMPLATES,
 ) -> list[NamePrompt]:
-    """Draw `count` prompts with random names, using the templates in turn. The name of the indirect object comes first
-    in one round over the templates (ABBA), and the name of the subject in the next (BABA).
+    """Draw `count` prompts with random names, using the templates in turn. The order of the names alternates with each
+    round over the templates: first the name of the indirect object precedes that of the subject (ABBA), then the
+    reverse (BABA).
     """
     whole_number("prompts", count, least=2)
     whole_number("seed", seed, least=0)
@@ -108,8 +109,8 @@ def name_prompts(
 
 
 def _fits(tokenizer: Any, text: str, name: str) -> bool:
-    """Return True if a name is a single token, with the same id at each of the three places of a template and as its
-    continuation.
+    """Return True if a name is always a single token with the same id: at each of the three places for names in a
+    template, and after the end of the template.
     """
     if not name or "{" in name:
         return False
@@ -121,8 +122,9 @@ def _fits(tokenizer: Any, text: str, name: str) -> bool:
 
 
 def _tokens(tokenizer: Any, template: str, pair: tuple[str, str], again: str) -> tuple[list[int], list[list[int]]]:
-    """Return the token ids of a prompt with three names, including the special tokens before it, and the token
-    positions of each name. Return no positions if a token contains characters of a name and other characters.
+    """Insert three names into a template: the two of `pair`, then `again`. Return the token ids of this prompt,
+    including the special tokens before it, and the token positions of each name. Return empty positions if a token
+    contains characters of a name and other characters.
     """
     text, spans = "", []
     for part, name in zip(re.split("{[ABC]}", template), (*pair, again, ""), strict=True):

@@ -253,8 +253,8 @@ def _share(value: Any) -> float:
 
 
 class _TopKeys(WeightReader):
-    """Interceptor that finds, for each head, the key with the largest attention weight in the query rows `rows` of one
-    sequence. Other rows are skipped. The result of each attention module is `(heads, rows)`.
+    """Interceptor that finds, for each head and each query row in `rows`, the key with the largest attention weight. It
+    reads one sequence and skips other rows. The result of each attention module is `(heads, rows)`.
     """
 
     rows = range(0)
@@ -264,8 +264,8 @@ class _TopKeys(WeightReader):
         return torch.full((call.grid.heads, len(self.rows)), -1)
 
     def read(self, site: SiteKey, block: RowBlock) -> None:
-        """Store the index of the key with the largest attention weight for the query rows of a block. Unnormalised
-        weights (`powers`) are compared, since all weights of a row have the same divisor.
+        """Store, for the query rows of a block, the index of the key with the largest attention weight. Unnormalised
+        weights (`powers`) are sufficient, since all weights of a row have the same divisor.
         """
         start, stop = max(block.rows.start, self.rows.start), min(block.rows.stop, self.rows.stop)
         if start >= stop:
@@ -296,9 +296,9 @@ class Answered:
     is_generated: bool = False
 
     def require_same_tokens(self, output: Any) -> None:
-        """Raise `InputError` unless each token of a generated answer has the largest logit when the model reads text
-        and answer in one call (`output`), up to rounding. Otherwise the attention in this call may differ from that
-        during generation.
+        """Check a generated answer against `output`, for which the model read text and answer in one call. Raise
+        `InputError` unless each token of the answer has the largest logit there, up to rounding. Otherwise the
+        attention in this call may differ from that during generation.
         """
         if not self.is_generated:
             return

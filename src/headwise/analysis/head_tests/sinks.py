@@ -29,7 +29,7 @@ ROUNDING = 1e-4
 
 class SinkRate(HeadTable[HeadRow]):
     """Table of the sink rate of each head (Gu et al. 2024, equation 7 and the metric `Sink_k`), one row per head. The
-    rate is the share of sequences in which a token, such as the first one, receives more attention than a threshold.
+    rate is the share of sequences in which the mean attention on a token, such as the first one, is above a threshold.
 
     The importance of token k of a sequence for a head is the mean weight on it over the queries that may attend to it:
 

@@ -135,8 +135,8 @@ def _sentence(tokens: list[Any], text: str | None, document: int, name: str, sub
 
 
 def _surface_forms(tokens: list[Any]) -> Iterator[tuple[str, list[int], bool]]:
-    """Yield each form that is written in the text of a sentence: a word, or a contraction of several words. Yield with
-    it the numbers of these words, and True if a blank follows.
+    """Yield each form that is written in the text of a sentence: a word, or a contraction of several words. With each
+    form, yield a list of the numbers of its words, and True if a blank follows the form.
     """
     covered = 0
     for token in tokens:
@@ -168,9 +168,9 @@ class AlignedTokens(NamedTuple):
 def aligned_tokens(
     tokenizer: Any, text: str, spans: Sequence[tuple[int, int] | None], start_token: int | None = None
 ) -> AlignedTokens:
-    """Tokenize a text, and assign tokens to words by overlapping characters. `spans` are the start and stop characters
-    of each word; None for a word without characters. A word is not aligned if it has no token, or if one of its tokens
-    also contains characters of something else (blanks aside).
+    """Tokenize a text, and assign each token to the word whose characters it contains. `spans` are the start and stop
+    characters of each word; None for a word without characters. A word is not aligned if it has no token, or if one of
+    its tokens also contains other characters than the word's own and blanks.
 
     `start_token` is put before the text and the special tokens of the tokenizer.
     """

@@ -18,8 +18,8 @@ from headwise.shapes import Int
 
 
 def batch_of_ids(model: nn.Module, ids: Int[Tensor, "batch length"]) -> dict[str, Any]:
-    """Return token ids as the arguments of a model, on its device: `input_ids`, and an attention mask of ones, as the
-    sequences have no padding.
+    """Return token ids as a dictionary of a model's arguments, on the device of the model: `input_ids`, and an
+    attention mask of ones, as the sequences have no padding.
     """
     ids = ids.to(device_of(model))
     return with_cache_disabled(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
@@ -55,8 +55,8 @@ class WeightReader(SiteRegistry):
         return output
 
     def observe(self, call: Call) -> Observation:
-        """Return an `Observation` that passes each block of attention weights of a call to `read`. It also checks that
-        these weights times the values are the outputs that the model computes.
+        """Return an `Observation` that passes each block of attention weights of a call to `read`. It also checks the
+        weights: multiplied by the values, they must reproduce the outputs that the model computes.
         """
         if call.is_recomputation:
             return NO_EFFECT
@@ -82,8 +82,9 @@ class WeightReader(SiteRegistry):
         raise NotImplementedError
 
     def read(self, site: SiteKey, block: RowBlock) -> None:
-        """Read the attention weights of a block of query rows, for some heads of one attention module. Copy what is
-        kept, as the tensors of the block are overwritten later. Subclasses override this method.
+        """Receive the attention weights of a block of query rows, for some heads of one attention module, and store
+        results. Subclasses override this method. They must copy the weights that they keep, as the tensors of the block
+        are overwritten later.
         """
         raise NotImplementedError
 

@@ -63,7 +63,7 @@ class ImportanceTask(NamedTuple):
 class GateTensors(SiteRegistry):
     """Interceptor that multiplies the output of every head by a gate, so that a loss can be differentiated with respect
     to the gates. Each attention module (in self- or cross-attention) has one gate per head, separate for each example
-    or common to all. If it is called several times in a run, the gates are the same.
+    or common to all. If a module is called several times in a run, all calls use the same gates.
 
     Attributes:
         by_site: gates of each site that was called in the last run.
@@ -79,8 +79,8 @@ class GateTensors(SiteRegistry):
         self._lock = threading.Lock()
 
     def start_batch(self, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Prepare a batch: move it to the model's device, and call the loss's `prepare` while heads have no gates.
-        Return the moved batch and its number of examples.
+        """Move a batch to the model's device, and call the `prepare` method of the loss with it, while head outputs are
+        not multiplied by gates. Return the moved batch and its number of examples.
         """
         batch = to_device(batch, device_of(self._task.model))
         self.by_site, self._create = {}, None
@@ -215,8 +215,9 @@ class GradientMethod:
     def rows(
         self, task: ImportanceTask, parts: Sequence[GradientProgress], _metadata: dict[str, Any]
     ) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Return one table row per head, with means of the scores over the examples of all processes, and additional
-        entries for the table's metadata. For an example in which a head did not run, the derivative counts as 0.
+        """Return one table row per head, with means of the scores over the examples of all processes. Also return
+        additional entries for the table's metadata. For an example in which a head did not run, the derivative counts
+        as 0.
         """
         registry, counted = merged_registry(task.model, parts), _zeros(torch.zeros(0, dtype=torch.bool), None)
         for part in parts:
@@ -271,14 +272,14 @@ class GradientMethod:
 
 
 def _zeros(is_counted: Bool[Tensor, " examples"], clusters: Clusters | None) -> RunningMoments:
-    """Return running moments (count, mean, squared deviations) of the value 0, once for each example at which
+    """Return the running moments (count, mean, squared deviations) of zeros: one value 0 for each example at which
     `is_counted` is True.
     """
     return RunningMoments.from_values(is_counted[:, None].double() * 0.0, is_counted[:, None], clusters)
 
 
 def _missing(counted: RunningMoments, measured: RunningMoments | None, heads: int) -> RunningMoments:
-    """Return running moments of the value 0 for each head, once for each example that is in `counted` but not in
+    """Return the running moments of zeros for each head: one value 0 for each example that is in `counted` but not in
     `measured`. These are the examples in which the head did not run.
     """
     none = torch.zeros(heads, dtype=torch.float64)
@@ -360,9 +361,10 @@ class Integrated(GradientMethod):
         return gradients, has_loss
 
     def report(self, task: ImportanceTask, parts: Sequence[GradientProgress]) -> dict[str, Any]:
-        """Return how well the scores of all heads add up to the effect of removing all heads. The entries are the means
-        of both over examples, their relative differences (for each example, and of the means), and the largest number
-        of integration steps.
+        """Return how well the scores of all heads add up to the effect of removing all heads, as entries for the
+        table's metadata. The entries are the mean over examples of the sum of scores, the mean effect, and the relative
+        difference between sum and effect. This difference is computed for each example and for the means. The last
+        entry is the largest number of integration steps.
         """
         examples = sum(int(part.counted.count) for part in parts)
         scores, effect, effects, differences = (

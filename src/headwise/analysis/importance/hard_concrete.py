@@ -36,9 +36,9 @@ LOG_ALPHA = "log_alpha"
 
 @dataclass(frozen=True)
 class HardConcrete:
-    """Importance method that learns one random gate (factor of the output, from 0 to 1) per head. Adam minimises the
-    mean loss plus `sparsity` times the expected number of open gates (gates that are not 0), so that each open gate has
-    a cost.
+    """Importance method that learns one random gate per head, a factor from 0 to 1 by which the head's output is
+    multiplied. Adam minimises the mean loss plus `sparsity` times the expected number of open gates (gates that are not
+    0).
 
     Attributes:
         sparsity: cost of an open gate, in units of the loss.

@@ -28,8 +28,8 @@ from headwise.statistics.columns import Column
 
 class Patching(HeadTable[HeadRow]):
     """Table of the effect of patching each head, one row per head. `difference` is the logit of the right answer minus
-    that of the wrong one in the patched run. `recovered` states where it lies between the corrupted run (0) and the
-    clean run (1) without patches. Both are means over prompt pairs.
+    that of the wrong one in the patched run. `recovered` is this difference on a scale from 0 (its value in the
+    corrupted run) to 1 (its value in the clean run), both without patches. Both columns are means over prompt pairs.
     """
 
     NAME = "patching"
@@ -41,9 +41,9 @@ class Patching(HeadTable[HeadRow]):
     SAMPLES = "prompt pair"
 
     def column(self, name: str) -> Column:
-        """Return the description of the column `name`. It includes the value of the column for a patch that changes
-        nothing: that of the corrupted run for the direction "denoise" (0 for `recovered`), and that of the clean run
-        for "noise" (1 for `recovered`).
+        """Return the description of the column `name`. It includes the value that the column has if a patch changes
+        nothing. For the direction "denoise", this is the value in the corrupted run (0 for `recovered`). For "noise",
+        it is the value in the clean run (1 for `recovered`).
         """
         is_noise = self.metadata.get("settings", {}).get("direction") == "noise"
         null = float(is_noise)
@@ -128,7 +128,8 @@ def patch_together(
 ) -> dict[str, MeanEstimate]:
     """Patch several heads at once: replace their outputs in the run on the corrupted prompts by their outputs in the
     run on the clean prompts. With the direction "noise", the two runs change places. Return two means over prompt
-    pairs, `difference` and `recovered`.
+    pairs: `difference`, between the logits of the right and the wrong answer, and `recovered`, on a scale from 0
+    (corrupted run) to 1 (clean run).
 
     `difference` is the logit of the right answer minus that of the wrong one in the patched run. `recovered` states
     where it lies between the corrupted run (0) and the clean run (1) without patches.
@@ -147,9 +148,9 @@ def patch_together(
 def _patched_runs(
     pairs: PromptPairs, *, reuse: bool
 ) -> Iterator[tuple[RepeatedRuns, Callable[[Collection[SiteHead]], dict[str, MeanEstimate]]]]:
-    """Run the model without patches on the destination batch (the one that is patched). Yield the object that repeats
-    this run, and a function. The function patches the given heads with their outputs in the source run, and returns the
-    two means of `PromptPairs.estimates` for the patched run.
+    """Run the model without patches on the destination batch (the one that is patched), and yield two things. The first
+    is a `RepeatedRuns`, which repeats this run with patches. The second is a function that replaces the outputs of the
+    given heads by those in the source run, and returns the means `difference` and `recovered`.
     """
     gates = GateInterceptor({})
     runs = RepeatedRuns(pairs.model, pairs.paths, reuse=reuse)

@@ -65,10 +65,10 @@ def attribution_patching(
     steps: int | None = None,
     progress: bool = False,
 ) -> AttributionPatching:
-    """Estimate from derivatives what `activation_patching` measures with one run per head. A patch replaces a head's
-    output in the run on the corrupted prompts by its output in the run on the clean prompts. With the direction
-    "noise", the two runs change places. The table states how much of the logit difference between the right and the
-    wrong answer each patch recovers.
+    """Estimate the results of `activation_patching` from derivatives, without a run of the model for each head. A patch
+    replaces a head's output in the run on the corrupted prompts by its output in the run on the clean prompts. With the
+    direction "noise", the two runs change places. The table states how much of the logit difference between the right
+    and the wrong answer each patch recovers.
 
     `AttributionPatching` has the formulas (Nanda 2023; Syed, Rager and Conmy 2023, arXiv 2310.10348). `hw.agreement`
     compares the estimates with measured effects:
@@ -129,9 +129,9 @@ def attribution_patching(
 def _integrated_effects(
     pairs: PromptPairs, gradients: "_OutputGradients", runs: RepeatedRuns, site: SiteKey, steps: int
 ) -> tuple[Float[Tensor, "pairs heads"], float]:
-    """Estimate the effect on the logit difference of patching each head of one attention module, by integrated
-    gradients from the unpatched to the patched head outputs. Also return the largest absolute error over prompt pairs:
-    the sum of the estimates minus the measured effect of patching all heads of the module together.
+    """Estimate how patching each head of one attention module changes the logit difference, by integrated gradients
+    from the unpatched to the patched head outputs. Also return the largest absolute error over prompt pairs. The error
+    is the sum of the estimates minus the measured effect of patching all heads of the module together.
     """
 
     def products() -> Tensor:
@@ -148,9 +148,9 @@ def _integrated_effects(
 
 
 class _OutputGradients(SiteRegistry):
-    """Interceptor for the derivatives of a logit difference with respect to the head outputs. It adds a tensor of
-    zeros, which requires gradients, to the head outputs of each attention call. Derivatives include the effect through
-    all later layers.
+    """Interceptor with which a logit difference can be differentiated with respect to head outputs. It adds a tensor of
+    zeros, which requires gradients, to the head outputs of each attention call. The derivatives include the effect
+    through all later layers.
 
     After `reset` with an attention module, its head outputs are replaced by points on the straight line from their
     values in the destination run to those in the run `source`, and only these outputs have derivatives. The
@@ -166,15 +166,15 @@ class _OutputGradients(SiteRegistry):
         self._share = 0.0
 
     def reset(self, moved: SiteKey | None = None, share: float = 0.0) -> None:
-        """Prepare the next run: set the outputs of all heads of the attention module `moved` to a point on the straight
-        line between two runs. `share` is 0 at the destination run and 1 at the source run. With None, no outputs are
-        changed.
+        """Prepare the next run, in which the outputs of all heads of the attention module `moved` are replaced. They
+        become `1 - share` times their values in the destination run (on the batch that is patched) plus `share` times
+        their values in the source run. If `moved` is None, no outputs are replaced.
         """
         self._inputs, self._moved, self._share = {}, moved, share
 
     def change(self, call: Call) -> Change | None:
         """Return the function that makes the head outputs of an attention call depend on a tensor that requires
-        gradients. Return None if `reset` selected another attention module.
+        gradients. Return None if `reset` selected an attention module, and the call is of a different one.
         """
         if not call.is_recomputation:
             self.register(call)
@@ -198,9 +198,9 @@ class _OutputGradients(SiteRegistry):
     def products(
         self, result: Float[Tensor, " pairs"], sites: Collection[SiteKey]
     ) -> dict[SiteKey, Float[Tensor, "pairs heads"]]:
-        """Return a first-order estimate of the effect of patching for each prompt pair and each head of some attention
-        modules. It is the derivative of `result` with respect to the head's output, times the change of this output
-        from the destination run to the source run. The product is summed over queries and features.
+        """Return a first-order estimate of the effect of patching, for each prompt pair and each head of the attention
+        modules `sites`. It is the derivative of `result` with respect to the head's output, times the change of this
+        output from the destination run to the source run. The product is summed over queries and features.
         """
         if not result.requires_grad:
             got = "none" if self._inputs else "none, as heads could not be changed"

@@ -146,9 +146,9 @@ def path_patching(
 
 
 class _PathRuns:
-    """Runs of a model on the destination batch (the one that is patched) with patched paths from senders to receivers.
-    `names` are the inputs of the receiving heads that are patched (q, k or v); empty if the receivers are the logits.
-    At creation, the model runs without patches.
+    """Runs of a model in which the direct paths from some heads (the senders) to the receivers are patched. The model
+    runs on the destination batch (the one that is patched), first of all without patches. `names` are the inputs of the
+    receiving heads that are patched (letters q, k and v); it is empty if the receivers are the logits.
 
     Attributes:
         interceptor: interceptor that patches paths, which must be active for `difference`.
@@ -192,8 +192,8 @@ class _PathRuns:
                 self._require_frozen_mlps()
 
     def difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
-        """Patch the direct paths from all `senders` to the receivers, and return the logit difference of each prompt
-        pair in this run.
+        """Patch the direct paths from all `senders` to the receivers. Return, for each prompt pair, the logit of the
+        right answer minus that of the wrong one in the patched run.
         """
         difference = self._frozen_difference(senders)
         if not self._patches_heads:
@@ -211,9 +211,9 @@ class _PathRuns:
         return self.runs.run_gated(self._pairs.difference, {site.path for site, _ in changed})
 
     def _frozen_difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
-        """Run the model with all heads frozen: senders have their outputs of the source run, and other heads their
-        outputs of the unpatched run. Return the logit difference of each prompt pair. Without senders, no layer outputs
-        are reused.
+        """Run the model with the outputs of all heads replaced by recorded ones. Senders have their outputs in the run
+        on the source batch, and other heads have their outputs in the unpatched run. Return the logit difference of
+        each prompt pair. If `senders` is empty, no layer outputs of earlier runs are reused.
         """
         self.interceptor.freeze(senders)
         with nullcontext() if self._mlps is None else self._mlps.replayed():
@@ -230,8 +230,9 @@ class _PathRuns:
             raise InputError("model", expected=expected, got=got)
 
     def _require_frozen_mlps(self) -> None:
-        """Raise `InputError` unless frozen MLPs leave only direct paths. If all head outputs are changed, the end of
-        the residual stream must change by the output projections of these changes, and by nothing else.
+        """Raise `InputError` unless only direct paths are left when the outputs of MLPs are frozen. For this check, the
+        outputs of all heads are changed. Then the end of the residual stream must change by the output projections of
+        these changes, and by nothing else.
         """
         stream = ResidualStream(self._model)
         with stream.followed():
@@ -253,8 +254,8 @@ class _PathRuns:
 
 
 def _mlps_of(model: nn.Module, sites: Collection[str]) -> list[nn.Module]:
-    """Return the MLP modules of a model: those with a class name such as "MLP" or "FeedForward" that contain no
-    attention and are not inside each other.
+    """Return the MLP modules of a model: those with a class name such as "MLP" or "FeedForward". Modules that contain
+    attention or are part of it are left out, and so are MLPs inside another MLP.
     """
     paths: list[str] = []
     for path, module in model.named_modules():
@@ -269,9 +270,9 @@ def _mlps_of(model: nn.Module, sites: Collection[str]) -> list[nn.Module]:
 
 
 class _PathInterceptor(Interceptor):
-    """Interceptor for path patching. In a run, it replaces the outputs of all heads by recorded ones (`freeze`), or the
-    queries, keys or values of the receivers (`patch`). At first it only records the receivers' inputs, named by the
-    letters `names`.
+    """Interceptor for path patching with three modes. At first, it only records the queries, keys or values of the
+    receivers; `names` has the letters of those to record. After `freeze`, it also replaces the outputs of all heads by
+    recorded ones. After `patch`, it computes the outputs of the receivers from given queries, keys or values.
 
     Attributes:
         recorded: inputs of the receivers in the last run in which they were recorded, by call.
@@ -287,8 +288,9 @@ class _PathInterceptor(Interceptor):
         self.recorded: dict[CallKey, HeadInputs] = {}
 
     def freeze(self, senders: Iterable[tuple[SiteKey, int]]) -> None:
-        """Set up the next runs: senders have their outputs of the source run, and all other heads those of the
-        unpatched run. The inputs of the receivers are recorded.
+        """Set up the next runs, in which the outputs of all heads are replaced. Senders have their outputs in the run
+        on the source batch, and all other heads have their outputs in the unpatched run. The queries, keys or values of
+        the receivers are recorded.
         """
         self._senders, self._new_inputs, self._records, self.recorded = {}, {}, True, {}
         for site, head in senders:
@@ -301,8 +303,8 @@ class _PathInterceptor(Interceptor):
         self._senders, self._new_inputs, self._records = None, inputs, False
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Raise `InputError` for a module whose attention cannot be frozen. Do nothing if this object itself raised an
-        error before, since the error also marks the module as unreadable.
+        """Raise `InputError` for a module whose attention cannot be frozen, because it is unreadable. Do nothing if
+        this object itself raised an error before, since such an error also marks the module as unreadable.
         """
         if not self._has_failed:
             raise InputError("model", expected=ALL_FROZEN, got=f"{reason}: {path}")
@@ -327,8 +329,8 @@ class _PathInterceptor(Interceptor):
     def _changed(
         self, attended: HeadOutput, key: CallKey, receivers: list[int]
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the head outputs of an attention call after patching or freezing; unchanged if neither applies to the
-        call. Also record the queries, keys or values of the receivers.
+        """Return the head outputs of an attention call after patching or freezing, or unchanged if the call needs
+        neither. Before patching, also record the queries, keys or values of the receivers if this is switched on.
         """
         site, out = key[0], attended.out
         if self._records and receivers:

@@ -43,8 +43,8 @@ def patching_prompts(
     answer: str | Sequence[str],
     wrong: str | Sequence[str],
 ) -> dict[str, Any]:
-    """Tokenize pairs of prompts and their answers. The result is a dictionary of arguments for the patching functions,
-    passed as `**pair`. Shorter prompts are padded on the right.
+    """Tokenize pairs of prompts and their answers. Return a dictionary of the arguments `clean`, `corrupted`, `answer`
+    and `wrong` of the patching functions, which are called with `**pair`. Shorter prompts are padded on the right.
 
         pair = hw.patching_prompts(tokenizer, "Paris is in", "Rome is in", answer=" France", wrong=" Italy")
         hw.activation_patching(model, **pair)
@@ -139,9 +139,9 @@ def _answer_token(tokenizer: Any, name: str, answer: str, prompts: Iterable[tupl
 
 
 class PromptPairs:
-    """Clean and corrupted batch of prompts for patching. Values from the run on one of them, the source, are put into
-    the run on the other, the destination. The direction "denoise" has the clean batch as its source. At creation, the
-    model runs on the source batch.
+    """Clean and corrupted batch of prompts for patching: values from the run on the source batch replace those in the
+    run on the destination batch. With the direction "denoise", the clean batch is the source; with "noise", the
+    corrupted batch is. At creation, the model runs on the source batch.
 
     Attributes:
         source_run: head outputs in the run on the source batch.
@@ -171,8 +171,9 @@ class PromptPairs:
         return self._tokens.logit_difference(self.model, copied(self._destination))
 
     def difference_in_other_context(self) -> Float[Tensor, " pairs"]:
-        """Run the model on the destination batch in another context, and return the logit differences. Only the tokens
-        that the answers follow are those of the destination batch; all others are those of the source batch.
+        """Run the model on a mixture of the two batches, and return the logit difference of each prompt. The tokens
+        that the answers directly follow are from the destination batch (the one that is patched). All other tokens are
+        from the source batch.
         """
         batch = dict(self._destination)
         for name, own in self._destination.items():
@@ -196,8 +197,8 @@ class PromptPairs:
         self._require_finite(self.unpatched, self._destination)
 
     def _require_finite(self, difference: Float[Tensor, " pairs"], batch: dict[str, Any]) -> None:
-        """Raise `InputError` if a logit difference is NaN or infinite. The error names the first module with such
-        numbers in a run on `batch`.
+        """Raise `InputError` if a logit difference is NaN or infinite. The error names the first module whose output
+        contains NaN or infinity in a run on `batch`.
         """
         is_finite = difference.isfinite()
         if not bool(is_finite.all()):
@@ -212,8 +213,8 @@ class PromptPairs:
 
     def estimates(self, difference: Float[Tensor, " pairs"]) -> dict[str, MeanEstimate]:
         """Return two means over prompt pairs. `difference` is the mean of the given logit differences. `recovered` is
-        the mean of their places on a scale from 0 (corrupted run) to 1 (clean run). It leaves out pairs with the same
-        logit difference in both runs.
+        the mean of these differences on a scale from 0 (value in the corrupted run) to 1 (value in the clean run). It
+        leaves out pairs with the same logit difference in both runs.
         """
         if not bool(difference.isfinite().all()):
             raise InputError("model", expected="finite logits in each patched run", got="NaN or infinity")

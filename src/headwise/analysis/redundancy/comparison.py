@@ -44,9 +44,10 @@ LARGEST_EXPECTATION = 0.05
 @storable
 @dataclass
 class ComparisonProgress(SiteProgress):
-    """Results of comparing heads that one process has so far. `products` are running sums over the head outputs of
-    pairs of attention modules. `distances` are running means of the distances between attention weights in each module.
-    `rounding` is the squared relative difference up to which outputs of a module count as equal.
+    """Results of comparing heads that one process has so far, for each attention module or pair of modules. `products`
+    are running sums over the head outputs of a pair. `distances` are running means of the distances between the
+    attention weights of a module's heads. `rounding` is the squared relative difference up to which head outputs of a
+    module count as equal.
     """
 
     products: dict[tuple[SiteKey, SiteKey], OutputProducts] = field(default_factory=dict)
@@ -118,21 +119,23 @@ class HeadComparison(SiteRegistry):
         return compare_or_store
 
     def _call_context(self, call: Call) -> CallContext:
-        """Return the tokens and padding of an attention call. They are read once per call."""
+        """Return a `CallContext`, which has the tokens, padding and positions of an attention call. The result for the
+        latest call is cached.
+        """
         if self._latest[0] is not call:
             self._latest = call, self._contexts.read(call).context
         return self._latest[1]
 
     def _name_unknown_padding(self, path: str, reason: str) -> None:
-        """Record a warning for the module at `path` if `reason` states that its padded queries are unknown. Other
-        reasons are ignored, since they do not affect comparisons.
+        """Record a warning for the module at `path` if `reason` states that it is unknown which of its queries are
+        padding. Ignore other reasons, since they do not affect comparisons.
         """
         if reason == PADDED_QUERIES_UNKNOWN:
             self.on_left_out(path, PADDING_IS_COMPARED)
 
     def finish_batch(self) -> None:
-        """Compare the head outputs that were stored during the last call of the model, within and across layers, and
-        delete them.
+        """Compare the head outputs that were stored during the last call of the model, within each layer and between
+        layers. Then delete the stored outputs.
         """
         for outputs in self._pending_outputs.values():
             self._compare(outputs)
@@ -156,9 +159,9 @@ class HeadComparison(SiteRegistry):
             self.progress.rounding[site] = max(self.progress.rounding.get(site, 0.0), rounding)
 
     def _compare(self, outputs: list[tuple[Call, Tensor]]) -> None:
-        """Compare the heads of every two attention calls in `outputs`, and of each call with itself, and add to the
-        running sums. `outputs` are pairs of a call and its head outputs `(tokens, heads, value_dim)`, for the same
-        tokens in all calls.
+        """Compare the heads of every two attention calls in `outputs`, including the heads within each call, and add
+        the results to the running sums. `outputs` are pairs of a call and its head outputs `(tokens, heads,
+        value_dim)`, for the same tokens in all calls.
         """
         outputs = sorted(outputs, key=lambda output: (self._order[output[0].site.path], *output[0].site[1:]))
         for parts in zip(*(torch.split(out, TOKENS_AT_ONCE) for _, out in outputs), strict=True):
@@ -190,8 +193,9 @@ class HeadComparison(SiteRegistry):
         return nn.functional.normalize(written, dim=-1, eps=SMALLEST_NORM)
 
     def name_few_tokens(self, threshold: float) -> None:
-        """Record a warning for each module with too few tokens. Either `cka` is undefined for its heads, or unrelated
-        heads may have a `cka` of `threshold` or more by chance.
+        """Record a warning for each module whose head outputs were compared over too few tokens. In this case the
+        similarity `cka` (centred kernel alignment) is undefined, or may be `threshold` or more by chance for unrelated
+        heads.
         """
         heads, pairs = {site: record.heads for site, record in self._records.items()}, 0
         for site, other in self.progress.products:
@@ -236,8 +240,9 @@ class HeadComparison(SiteRegistry):
 
 
 def _squared_rounding(out: Tensor, keys: int) -> float:
-    """Return the squared relative difference up to which two head outputs count as equal. It bounds the rounding error
-    if both outputs are averages of one and the same value vector with different attention weights.
+    """Return the square of the relative difference up to which two head outputs count as equal. This difference bounds
+    the rounding error if both outputs are averages of the same value vector over `keys` keys, with different attention
+    weights.
 
     Values, weights and outputs are rounded to the dtype of the outputs. Sums over keys are rounded at each key, in
     float32 or better. The roundings are independent, so their squares add up (Higham and Mary 2019).

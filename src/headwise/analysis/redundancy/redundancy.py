@@ -156,8 +156,8 @@ class Redundancy(Table[HeadRow]):
         )
 
     def _samples(self) -> tuple[list[Any], str]:
-        """Return the data to store in a file. The first part has for each head its rows of the three similarity
-        matrices, one after the other. The second is the clusters and their ablation effects as JSON.
+        """Return the data to store in a file, in two parts. The first part has one list per head: its rows of the three
+        similarity matrices, one after the other. The second part is the clusters and their ablation effects as JSON.
         """
         matrices = torch.cat([getattr(self, name) for name in MEASURES], 1)
         return matrices.tolist(), json.dumps({"clusters": self.clusters, "cluster_costs": self.cluster_costs})
@@ -187,8 +187,8 @@ def redundancy(
     title: str | None = None,
 ) -> Redundancy:
     """Measure the similarity of every two heads of each layer, and group similar heads into clusters. With
-    `pairs="all"`, also compare the outputs of heads in different layers. With a loss, also measure its increase without
-    each head of a cluster, and without all heads of the cluster.
+    `pairs="all"`, also compare the outputs of heads in different layers. If a loss is given, also measure how much it
+    increases without each single head of a cluster, and without all heads of the cluster.
 
     The measures over tokens are the cosine and the centred kernel alignment (`cka`) of two heads' outputs, and the
     Jensen-Shannon distance of their attention weights; `Redundancy` has the definitions. Clusters are complete-linkage

@@ -16,9 +16,9 @@ from headwise.shapes import Bool, Float
 
 @storable
 class OutputProducts:
-    """Running sums over tokens for comparing every head of one attention module with every head of another. They yield
-    the dependence of two heads' outputs (Hilbert-Schmidt independence criterion), and the mean cosine of the vectors
-    that the two heads write into the residual stream.
+    """Running sums over tokens that compare each head of one attention module with each head of a second module. Two
+    measures follow from these sums for each pair of heads. They are the dependence of their outputs (Hilbert-Schmidt
+    independence criterion) and the mean cosine of the vectors that they write into the residual stream.
 
     The outputs are shifted by their mean over the first tokens, `outs`, which changes no result: sums of large numbers
     would lose digits.
@@ -38,9 +38,9 @@ class OutputProducts:
     def add(
         self, outs: Sequence[Float[Tensor, "tokens _ _"]], directions: Sequence[Float[Tensor, "_ tokens _"]]
     ) -> None:
-        """Add tokens to the sums. `outs` are the head outputs of both modules, `(tokens, heads, value_dim)`.
-        `directions` are unit vectors of what their heads write into the residual stream, `(heads, tokens, width)`, and
-        0 where a head writes nothing.
+        """Add tokens to the sums. `outs` are the head outputs of the two modules, each `(tokens, heads, value_dim)`.
+        `directions` are the vectors that the heads of each module write into the residual stream, `(heads, tokens,
+        width)`, divided by their norms, or 0 where a head writes nothing.
         """
         shifted = [out - shift for out, shift in zip(outs, self._shifts, strict=True)]
         norms = [out.square().sum(-1) for out in shifted]
@@ -58,8 +58,9 @@ class OutputProducts:
             self._cosine_counts += writes[0] @ writes[1].mT
 
     def merge(self, other: "OutputProducts") -> None:
-        """Add the sums of `other`, which are over other tokens for the same two modules. Both objects subtract means
-        from the head outputs before summing; if the means differ, the sums of `other` are converted.
+        """Add the sums of `other`, which are over different tokens for the same two modules. Each object subtracts a
+        mean vector of its own from the head outputs before it sums. So the sums of `other` are first converted to the
+        mean vector of this object.
         """
         device = self._products.device
         of_first, of_second = (
@@ -80,9 +81,9 @@ class OutputProducts:
         self._cosine_counts += other._cosine_counts.to(device)
 
     def _with_norms(self) -> Float[Tensor, "first second"]:
-        """Return all sums over tokens as one matrix. Rows are the first module's output features, squared norms of its
-        heads, and the constant 1; columns are the same for the second module. Each entry is the sum of the product of
-        row and column.
+        """Return the sums over tokens as one matrix. A row stands for a number of the first module: an output feature,
+        the squared norm of a head's output, or the constant 1. A column stands for such a number of the second module.
+        Each entry is the sum over tokens of the product of these two numbers.
         """
         tokens = self._norm_products.new_full((1,), self.tokens)
         of_features = torch.cat([self._products, self._weighted_sums[0], self._sums[0][:, None]], 1)
@@ -92,7 +93,7 @@ class OutputProducts:
 
     def varies(self, rounding: float) -> Bool[Tensor, " first_heads"]:
         """Return True for the heads of the first module whose outputs are not the same at all tokens, up to rounding.
-        Their variance over tokens must be more than `rounding` times their mean square.
+        For such a head, the variance of the outputs over tokens is more than `rounding` times their mean square.
         """
         mean_shifted = self._sums[0].view_as(self._shifts[0]) / self.tokens
         variance = self._norm_sums[0] / self.tokens - mean_shifted.square().sum(-1)
@@ -101,8 +102,9 @@ class OutputProducts:
 
     @property
     def mean_cosine(self) -> Float[Tensor, "first_heads second_heads"]:
-        """Mean cosine between the vectors that two heads write into the residual stream, over the tokens at which both
-        write. The first head is of the first module and the second of the second module, in all combinations.
+        """Mean cosine between the vectors that two heads write into the residual stream. Rows are heads of the first
+        module, and columns are heads of the second module. The mean is over the tokens at which both heads write a
+        vector other than 0.
 
         NaN if there is no such token, or if the modules write vectors of different widths.
         """
@@ -111,9 +113,9 @@ class OutputProducts:
 
     @property
     def dependence(self) -> Float[Tensor, "first_heads second_heads"]:
-        """Dependence of the outputs x of a head of the first module and y of a head of the second module, for every
-        such pair. It is the unbiased estimate of the Hilbert-Schmidt independence criterion with linear kernels; NaN
-        for fewer than 4 tokens.
+        """Dependence between the outputs x and y of two heads. Rows are heads of the first module, and columns are
+        heads of the second module. It is the unbiased estimate of the Hilbert-Schmidt independence criterion with
+        linear kernels; NaN for fewer than 4 tokens.
 
         With n tokens, K_ij = x_i . x_j and L_ij = y_i . y_j, both without their diagonals, it is (Song et al. 2012,
         equation 5)
@@ -141,9 +143,9 @@ class OutputProducts:
 
 
 def _translation(difference: Float[Tensor, "heads value_dim"]) -> Float[Tensor, "features features"]:
-    """Return a matrix that shifts the head outputs x of a module to x + a, for the vector a of each head
-    (`difference`). It maps the concatenation of features, squared norms of heads and the number 1 for x to that for
-    x + a.
+    """Return a matrix that expresses the addition of a vector a (a row of `difference`) to the output x of each head.
+    It is applied to a vector of three parts: the output features of all heads, the squared norm of each head's output,
+    and the number 1. The product is the same vector for the outputs x + a.
 
     The squared norm of a head becomes `|x|^2 + 2 a.x + |a|^2`.
     """
@@ -157,9 +159,9 @@ def _translation(difference: Float[Tensor, "heads value_dim"]) -> Float[Tensor, 
 
 
 def chance_of(threshold: float, tokens: int) -> float:
-    """Return approximately the probability that two unrelated heads have a similarity `cka` (debiased centred kernel
-    alignment) of at least `threshold` by chance, for independent tokens. It is the larger one of the probabilities for
-    outputs of one feature and of many features.
+    """Return the approximate probability that two unrelated heads have a similarity `cka` (debiased centred kernel
+    alignment) of at least `threshold` by chance, over `tokens` independent tokens. It is computed for outputs of one
+    feature and of many features, and the larger of the two probabilities is returned.
 
     The standard deviation of the `cka` of unrelated heads is sqrt(2 / (n (n - 3))) for n tokens.
 
@@ -190,14 +192,16 @@ class WeightDistances:
         self.finish_call()
 
     def finish_call(self) -> None:
-        """Delete the attention weights that were kept to compare with further heads, when an attention call ends."""
+        """Delete the stored attention weights of an attention call at its end. They are stored for comparison with
+        heads that the call computes later.
+        """
         self._current_rows: Any = None
         self._tiles: list[tuple[slice, Tensor, Tensor]] = []
 
     def add(self, rows: RowBlock) -> None:
-        """Add the distances between every two heads for a block of query rows. Heads of the block are compared with
-        each other, and with those in earlier blocks of the same rows. Padding rows and rows without a visible key are
-        left out.
+        """Add the distances between every two heads for a block of attention weights, which contains some query rows of
+        some heads. The heads of the block are compared with each other, and with the heads of earlier blocks that
+        contain the same query rows. Rows of padding and rows without a visible key are left out.
         """
         tile = rows.tile
         current_rows = (tile.block.rows, tuple(tile.block.spans), tile.sequences.start, tile.sequences.stop)
