@@ -230,8 +230,8 @@ class Circuits:
         return isinstance(self._stream, StreamFactors)
 
     def ov(self, layer: int, head: int) -> FactoredMatrix:
-        """Return the OV matrix of a head, by zero-based layer and head. It maps the residual stream at a token to what
-        the head writes into the stream if it attends to this token with weight 1.
+        """Return the OV matrix of a head, by zero-based layer and head. It maps the residual stream at a token to the
+        vector that the head writes if it attends to this token with weight 1.
 
         Raises:
             InputError: there is no such head.

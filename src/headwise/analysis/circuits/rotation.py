@@ -95,8 +95,9 @@ class ModuleRotation(Rotation):
 def module_rotation(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], length: int
 ) -> ModuleRotation | None:
-    """Return the rotation that uses the cosines and sines of `module`, called with the recorded arguments `args` and
-    `kwargs`. Return None unless exactly one argument contains the positions 0 to `length - 1`.
+    """Return the rotation with the cosines and sines that `module` computes. `args` and `kwargs` are the arguments of
+    its call in a recorded run. Return None unless exactly one of these arguments contains the positions 0 to `length -
+    1`.
     """
     arguments: dict[int | str, Any] = dict(enumerate(args))
     arguments.update(kwargs.items())

@@ -119,7 +119,9 @@ def _is_constant(factors: Tensor) -> bool:
 
 
 def _only(factors: Tensor) -> float:
-    """Return the first of several equal factors as a float: exactly 1 if it is 1 up to rounding."""
+    """Return the value of several factors that are equal up to rounding, as a float: 1 exactly if they are 1 up to
+    rounding.
+    """
     factor = float(factors[0])
     return 1.0 if abs(factor - 1.0) <= TOLERANCE else factor
 

@@ -53,8 +53,8 @@ class DistanceCurve(HeadCurves[DistanceRow]):
         ax: Any = None,
     ) -> "Axes":
         """Draw the share of attention within a distance against this distance, as one curve with error bars for each of
-        some heads. Return the matplotlib axes. The x-axis is the logarithm of the distance plus 1, so that distance 0
-        can be drawn.
+        some heads. Return the matplotlib axes. The x-axis is logarithmic and shows the distance plus 1, so that
+        distance 0 can be drawn.
 
         Args:
             statistic: "within" or "within_with_first".

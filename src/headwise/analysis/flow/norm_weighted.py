@@ -76,7 +76,7 @@ def norm_weighted(
         norms.table()                   # one row per head: norm_entropy, entropy_change, ..., moved, norm_preference
         norms.plot("norm_preference")
 
-    The vector f(x_j) is the value of key j, with the bias of the value projection, times the head's slice of the output
+    The vector is the value of key j, with the bias of the value projection, times the head's slice of the output
     projection. The bias of the output projection belongs to no head, and is left out. Heads that share values have
     slices of their own, so each query head has its own norms. The norms are one number for each key and head, so the
     statistics are computed in blocks, without the matrix. The output projection is found by name, and compared with

@@ -315,7 +315,7 @@ class Answered:
 
 
 def forced_answer(tokenizer: Any, text: Haystack) -> Answered:
-    """Return a long text with its question and the correct answer, as tokens."""
+    """Return the tokens of a long text, its question, and the correct answer."""
     prompt, spans = prompt_with_spans(tokenizer, text.text)
     whole, _ = prompt_with_spans(tokenizer, text.text + text.continuation)
     first = len(prompt)
@@ -330,8 +330,8 @@ def forced_answer(tokenizer: Any, text: Haystack) -> Answered:
 
 
 def generated_answer(model: Any, tokenizer: Any, text: Haystack, forced: Answered) -> Answered:
-    """Return a long text with its question and the answer that the model generates, as tokens. The answer has at most 4
-    tokens more than the correct one.
+    """Return the tokens of a long text, its question, and the answer that the model generates. The generated answer has
+    at most 4 tokens more than the correct answer.
     """
     if not (hasattr(model, "can_generate") and model.can_generate()):
         remedy = 'load it with a language-model head, as hw.load(name, "causal") does'

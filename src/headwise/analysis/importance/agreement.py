@@ -113,9 +113,9 @@ class Agreement:
         return low, high
 
     def overlap(self, top: int) -> float:
-        """Return the share of the `top` heads with the largest measured effects that are also among the `top` heads
-        with the largest predicted effects. It is 1 if both sets are equal, and on average `top` divided by the number
-        of heads for random sets.
+        """Return which share of the `top` heads with the largest measured effects is also among the `top` heads with
+        the largest predicted effects. The share is 1 if both sets of heads are equal. For random sets, it is on average
+        `top` divided by the number of heads.
 
         An effect is the absolute difference of a value from `no_effect`. For the direction "noise" of patching, that
         is the distance of `recovered` from 1.

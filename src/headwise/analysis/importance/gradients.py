@@ -89,8 +89,8 @@ class GateTensors(SiteRegistry):
         return batch, count_sequences_and_tokens(batch)[0]
 
     def losses(self, create: CreateGates, batch: dict[str, Any]) -> Float[Tensor, " examples"]:
-        """Run the model with new gates on all heads, and return the loss of each example. The function `create` makes
-        the gates of an attention module at its first call.
+        """Run the model with new gates on all heads, and return the loss of each example. The function `create` is
+        called at the first call of each attention module, and returns the gates of this module.
         """
         self.by_site, self._create = {}, create
         losses = finite_loss_per_example(self._task.loss, self._task.model, batch)
@@ -249,8 +249,9 @@ class GradientMethod:
     def gradients_at(
         self, gates: GateTensors, batch: dict[str, Any], values: Sequence[tuple[float, float]]
     ) -> Derivatives:
-        """Return a weighted sum of the derivatives of each example's loss with respect to the gates. `values` are pairs
-        of a gate value, which all gates have, and the weight of the derivatives at this value.
+        """Return a weighted sum of the derivatives of each example's loss with respect to the gates. Each element of
+        `values` is a pair: a value to which all gates are set, and the weight in the sum of the derivatives at this
+        value.
         """
         batch, examples = gates.start_batch(batch)
         sums: dict[SiteKey, Tensor] = {}

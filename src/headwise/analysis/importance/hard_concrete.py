@@ -73,8 +73,8 @@ class HardConcrete:
         return torch.sigmoid(log_alpha - self.temperature * math.log(-LOW / HIGH))
 
     def measure(self, task: ImportanceTask, data_pass: Pass[SequenceProgress]) -> SequenceProgress:
-        """Learn the gates of all heads once per seed, and return the learned parameters of each attention module for
-        each of these fits. With several processes, each one runs every fit on all data. There are no checkpoints.
+        """Learn the gates of all heads, once for each seed. Return the learned parameters of each attention module for
+        each seed. With several processes, each process learns from all data for every seed. There are no checkpoints.
         """
         assert isinstance(self.seeds, list)
         dataset, progress = task.data.dataset, SequenceProgress()
@@ -107,8 +107,9 @@ class HardConcrete:
     def rows(
         self, task: ImportanceTask, parts: Sequence[SequenceProgress], _metadata: dict[str, Any]
     ) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Return one table row per head with two means over the fits of the first process. `open` is the probability
-        that the head's gate is not 0, and `gate` is the gate's value without noise (Louizos et al. 2018, equation 13).
+        """Return one table row per head with two statistics. `open` is the probability that the head's gate is not 0,
+        and `gate` is the gate's value without noise (Louizos et al. 2018, equation 13). Both are means over the seeds
+        for which the first process learned gates.
         """
         rows: list[HeadRow] = []
         fits = parts[0].values.values()

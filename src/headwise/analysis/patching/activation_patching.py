@@ -29,7 +29,7 @@ from headwise.statistics.columns import Column
 class Patching(HeadTable[HeadRow]):
     """Table of the effect of patching each head, one row per head. `difference` is the logit of the right answer minus
     that of the wrong one in the patched run. `recovered` is this difference on a scale from 0 (its value in the
-    corrupted run) to 1 (its value in the clean run), both without patches. Both columns are means over prompt pairs.
+    unpatched corrupted run) to 1 (its value in the unpatched clean run). Both columns are means over prompt pairs.
     """
 
     NAME = "patching"
@@ -128,11 +128,9 @@ def patch_together(
 ) -> dict[str, MeanEstimate]:
     """Patch several heads at once: replace their outputs in the run on the corrupted prompts by their outputs in the
     run on the clean prompts. With the direction "noise", the two runs change places. Return two means over prompt
-    pairs: `difference`, between the logits of the right and the wrong answer, and `recovered`, on a scale from 0
-    (corrupted run) to 1 (clean run).
-
-    `difference` is the logit of the right answer minus that of the wrong one in the patched run. `recovered` states
-    where it lies between the corrupted run (0) and the clean run (1) without patches.
+    pairs. `difference` is the logit of the right answer minus that of the wrong one in the patched run. `recovered` is
+    this difference on a scale from 0 (its value in the unpatched corrupted run) to 1 (its value in the unpatched clean
+    run).
 
     Definitions, arguments and errors are those of `activation_patching`.
 

@@ -31,7 +31,7 @@ from headwise.shapes import Float
 
 class AttributionPatching(Patching):
     """Table of the estimated effect of patching each head, one row per head. The columns are those of activation
-    patching, but the logit difference after patching is estimated from derivatives.
+    patching, but the logit difference after patching is not measured: it is estimated from derivatives.
 
     With d the logit of the right answer minus that of the wrong one, o the output of the head in the run that is
     patched, and o' its output in the other run, each pair of prompts has

@@ -50,8 +50,8 @@ HeadInputs = Mapping[str, Float[Tensor, "batch receivers length features"]]
 
 class PathPatching(Patching):
     """Table of the effect of patching the direct paths from one head (the sender) to the receivers, which are other
-    heads or the logits. It has one row per sender. The columns `difference` and `recovered` are those of activation
-    patching.
+    heads or the logits. It has one row per sender. The columns `difference` (of logits) and `recovered` are defined as
+    for activation patching.
 
     The steps are those of Wang et al. (2022, appendix B, algorithm 1):
 
@@ -303,8 +303,8 @@ class _PathInterceptor(Interceptor):
         self._senders, self._new_inputs, self._records = None, inputs, False
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Raise `InputError` for a module whose attention cannot be frozen, because it is unreadable. Do nothing if
-        this object itself raised an error before, since such an error also marks the module as unreadable.
+        """Raise `InputError` for a module whose attention cannot be frozen, for the given reason. Do nothing if this
+        object itself raised an error before, since such an error also marks the module as unreadable.
         """
         if not self._has_failed:
             raise InputError("model", expected=ALL_FROZEN, got=f"{reason}: {path}")
@@ -330,7 +330,7 @@ class _PathInterceptor(Interceptor):
         self, attended: HeadOutput, key: CallKey, receivers: list[int]
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the head outputs of an attention call after patching or freezing, or unchanged if the call needs
-        neither. Before patching, also record the queries, keys or values of the receivers if this is switched on.
+        neither. In runs in which the queries, keys or values of the receivers are recorded, also store them.
         """
         site, out = key[0], attended.out
         if self._records and receivers:

@@ -240,8 +240,8 @@ class PromptPairs:
     def table(
         self, table_type: type[TableT], rows: Sequence[HeadRow], further: Mapping[str, Any], **settings: Any
     ) -> TableT:
-        """Return a table of the given type with the rows `rows`. Its metadata has the number of prompt pairs, the mean
-        logit difference in the clean and in the corrupted run, and the entries `further`.
+        """Return a table of the type `table_type` with the given rows. Its metadata has the number of prompt pairs, the
+        mean logit difference in the clean and in the corrupted run, and the entries in `further`.
         """
         clean, corrupted = self._clean_and_corrupted
         measured = {"sequences": len(clean), "clean": clean.mean().item(), "corrupted": corrupted.mean().item()}
@@ -296,7 +296,7 @@ def output_of_shape(
     run: RecordedOutputs, key: CallKey, shape: torch.Size
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Return the recorded head outputs of an attention call in `run`. Raise `InputError` unless they have the given
-    shape, which is that of the same call in another run.
+    shape, which the outputs of the same call have in another run.
     """
     outputs = run.output_of_call(*key)
     if outputs.shape != shape:

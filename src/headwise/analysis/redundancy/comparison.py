@@ -83,8 +83,8 @@ class HeadComparison(SiteRegistry):
         self._contexts.on_model_call()
 
     def observe(self, call: Call) -> Observation | None:
-        """Return an `Observation` that compares the attention weights of the heads in a call with each other, and adds
-        the distances to the running sums.
+        """Return an `Observation`, which receives the attention weights of a call. It compares the weights of every two
+        heads, and adds their distances to the running sums.
         """
         heads = self.register(call).heads
         distances = self.progress.distances.setdefault(call.site, WeightDistances(heads, call.grid.device))
@@ -92,7 +92,8 @@ class HeadComparison(SiteRegistry):
 
     def change(self, call: Call) -> Change | None:
         """Return a function that receives the head outputs of an attention call and returns them unchanged. It compares
-        the heads with each other, or stores the outputs for `finish_batch` if heads are compared across layers.
+        the outputs of the heads with each other. If heads are compared across layers, it stores the outputs for
+        `finish_batch` instead.
         """
         is_real = self._call_context(call).real_queries
 
@@ -142,7 +143,9 @@ class HeadComparison(SiteRegistry):
         self._pending_outputs = {}
 
     def add(self, progress: ComparisonProgress) -> None:
-        """Add the running sums of an interrupted run, or of another process, to those of this object."""
+        """Add the running sums in `progress`, which are from an interrupted run or another process, to the sums of this
+        object.
+        """
         self.merge(progress.records)
         self.progress.records = self.records
         own: Any
@@ -178,9 +181,9 @@ class HeadComparison(SiteRegistry):
     def _written_directions(
         self, call: Call, out: Float[Tensor, "tokens heads value_dim"]
     ) -> Float[Tensor, "heads tokens width"]:
-        """Return the direction in which each head writes into the residual stream at each token: its output after the
-        output projection, as a unit vector. Without a known projection, the direction is that of the head output
-        itself. Zero vectors remain 0.
+        """Return what each head writes into the residual stream at each token, as unit vectors. This is the head's
+        output after its slice of the output projection, or the head output itself if the projection is unknown. Vectors
+        of zeros remain 0.
         """
         heads, value_dim = out.shape[1:]
         if call.site not in self._projection_slices:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class ClusterCost(NamedTuple):
-    """Ablation effects of a cluster of similar heads: the increase of the loss without each head alone, and without all
-    heads of the cluster together.
+    """Ablation effects of a cluster of similar heads. They are the increase of the loss without each single head of the
+    cluster, and without all of these heads together.
 
     Attributes:
         heads: `(layer, head)` of each head.
@@ -49,8 +49,8 @@ class ClusterCost(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Increase of the loss without all heads of the cluster, divided by the sum of the increases without each head
-        alone. NaN if that sum is 0.
+        """Increase of the loss without all heads of the cluster, divided by the sum of the increases without each
+        single head. NaN if this sum is 0.
 
         A ratio above 1 means that heads of the cluster compensate for the loss of one of them.
         """
@@ -104,8 +104,8 @@ class Redundancy(Table[HeadRow]):
 
     @property
     def heads(self) -> tuple[Mapping[str, Any], ...]:
-        """Labels of each head, in the order of the model: layer, head, kv_head, module, and kind ("self" or "cross"
-        attention).
+        """Labels of each head, in the order of the model. They are the layer, the head in the layer, its key/value
+        head, the path of its module, and the kind of attention ("self" or "cross").
         """
         return tuple(row.identifiers for row in self.rows)
 

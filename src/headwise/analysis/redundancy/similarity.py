@@ -39,8 +39,8 @@ class OutputProducts:
         self, outs: Sequence[Float[Tensor, "tokens _ _"]], directions: Sequence[Float[Tensor, "_ tokens _"]]
     ) -> None:
         """Add tokens to the sums. `outs` are the head outputs of the two modules, each `(tokens, heads, value_dim)`.
-        `directions` are the vectors that the heads of each module write into the residual stream, `(heads, tokens,
-        width)`, divided by their norms, or 0 where a head writes nothing.
+        `directions` are the vectors that their heads write into the residual stream, as unit vectors, each `(heads,
+        tokens, width)`. They are 0 where a head writes nothing.
         """
         shifted = [out - shift for out, shift in zip(outs, self._shifts, strict=True)]
         norms = [out.square().sum(-1) for out in shifted]
