@@ -149,22 +149,22 @@ class MeanOutputs(OutputReader):
         self._real_queries: dict[int, Bool[Tensor, "batch queries"] | None] = {}
 
     def on_model_call(self) -> None:
-        """Start a new call of the model: discard the stored padding of the previous one."""
+        """Start a new call of the model: discard the padding masks from the previous call."""
         self._contexts.on_model_call()
         self._real_queries = {}
 
     def change(self, call: Call) -> Change | None:
-        """Determine which queries of an attention call are not padding, and return the function of the base class,
-        which passes the head outputs to `read`. In cross-attention, the padding of the queries is known from earlier
-        calls of other modules.
+        """Determine which queries of an attention call are not padding. Return the function that `OutputReader.change`
+        returns, which passes the head outputs to `read`. In cross-attention, the padding of the queries is known from
+        earlier calls of other modules.
         """
         if not call.is_recomputation:
             self._real_queries[id(call)] = self._contexts.read(call).context.real_queries
         return super().change(call)
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Add the head outputs of one attention call, summed over tokens that are not padding, to running sums. There
-        is one sum for each module and each number of its call within a run of the model.
+        """Add the head outputs of one attention call, summed over tokens that are not padding, to running sums. Each
+        module has separate sums for its first call in a run of the model, its second call, and so on.
         """
         batch, _, queries, _ = out.shape
         out, tokens = out.detach(), float(batch * queries)
