@@ -185,8 +185,8 @@ def table_of_losses(
     metadata: Mapping[str, Any],
 ) -> AblationT:
     """Return the table of an ablation from the losses that all processes measured. Examples whose loss is NaN are left
-    out. The metadata contains the mean loss of the unchanged model ("baseline"). They also state whether the loss is a
-    distance from the unchanged model: 0 for the unchanged model, and never negative.
+    out. The table's metadata contains the mean loss of the unchanged model ("baseline"). The metadata also states
+    whether the loss is a distance from the unchanged model: 0 for the unchanged model, and never negative.
     """
     units = parts[0].units
     of_batches: dict[int, list[list[float]]] = {}

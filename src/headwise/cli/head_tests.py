@@ -44,9 +44,9 @@ class HeadTestFlags:
         *arguments: Any,
         **further: Any,
     ) -> None:
-        """Load the model and its tokenizer, run a test of heads on them, and print the first `top` rows of its table.
-        `test` is also called with `arguments`, `settings` and `further`. The table stores `settings`; if the folder has
-        a run with other settings, an error is raised before the model is loaded.
+        """Load the model and its tokenizer, run a test of heads on them, and print the first `top` rows of the test's
+        table. `test` is also called with `arguments`, `settings` and `further`. The table stores `settings`. If the
+        output folder has a table with other settings, an error is raised before the model is loaded.
         """
         from headwise.runs.files import require_writable
 
@@ -129,8 +129,9 @@ def dependencies(
     seed: Annotated[int, option("Seed of the division into halves.", "N", least=0)] = 0,
     top: Top = 20,
 ) -> None:
-    """Measure how often the word that a head attends to most is the governor or the dependent of a word. Compares each
-    head with the best fixed offset, and prints the heads with the largest gain.
+    """Measure how often a head attends most, from a word, to the governor or to the dependent of this word. Compares
+    each head with the best fixed offset, a rule that always picks the word at the same distance. Prints the heads with
+    the largest gain over this rule.
 
     Examples:
     headwise dependencies --treebank en_ewt-ud-test.conllu --out minilm-dependencies

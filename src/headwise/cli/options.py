@@ -61,8 +61,8 @@ def choice(
 
 
 def added_statistics() -> list[str]:
-    """Return the names of the attention statistics that commands accept in addition to those listed in their help: the
-    other statistics of query rows in the registry.
+    """Return the names of the attention statistics that commands accept in addition to those listed in their help:
+    statistics with one value per query that were added to the registry of statistics.
     """
     from headwise.statistics.registry import row_statistics
 

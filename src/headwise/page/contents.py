@@ -128,7 +128,8 @@ class Side:
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
     """Keys that each query may attend to, as runs (ranges of neighbouring keys). `runs` is the number of runs of each
-    query. `starts` is the first key of each run, those of query 0 first; `stops` is the key after its last one.
+    query. `starts` has the first key of every run, and `stops` the key after the last key of every run. Both list the
+    runs of query 0 first, then those of query 1, and so on.
     """
 
     runs: Int[Tensor, " queries"]
