@@ -103,14 +103,14 @@ class Replacement:
     """
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Return a replacement that is ready for use in the attention modules at the paths `modules`. Here it is this
-        object itself. Subclasses that need outputs of the model run the model in this method.
+        """Return a replacement that is ready for use in the attention modules at the paths `modules`. The base class
+        returns this object itself. Subclasses that need outputs of the model run the model in this method.
         """
         return self
 
     def digest(self, model: nn.Module) -> str | None:
         """Return a hash of the data or the recorded outputs from which the replacement is computed for a model. Return
-        None if it uses none, or if the data can be read only once.
+        None if the replacement is computed without data, or if the data can be read only once.
         """
         return None
 
@@ -199,8 +199,9 @@ class Mean(Replacement):
         self.dataset, self.means = dataset, means
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Return a replacement with the mean head outputs of the attention modules at the paths `modules`. It is this
-        object if it already has them; otherwise the model runs over the data set.
+        """Return a replacement with the mean head outputs of the attention modules at the paths `modules`. If this
+        object already has these means, return the object itself. Otherwise run the model over the data set to compute
+        them.
         """
         if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
             return self

@@ -344,7 +344,7 @@ class View:
 
     @property
     def text(self) -> str:
-        """The first text, up to where it was truncated."""
+        """The first text that the model read, up to the place where it was cut off, if it was too long."""
         return self.texts[0].text
 
     @property
@@ -673,8 +673,8 @@ class ViewSet:
 
     def find(self, focus: Sequence[Any], *, kind: str = "received", name: str | None = None) -> Focus:
         """Rank the heads by how much more attention some chosen words receive from other words, or exchange among
-        themselves, than under uniform attention over the same keys. The shares are means over texts, with standard
-        errors and a test.
+        themselves, than under uniform attention over the same keys. The share of attention on these words is a mean
+        over the texts. The difference from uniform attention has a standard error and a test.
 
         `Focus` has the formulas, and the rule by which a head has a focus.
 

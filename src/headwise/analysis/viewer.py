@@ -138,7 +138,7 @@ class PooledWeights:
         keys: Int[Tensor, " keys"],
     ) -> tuple[Float[Tensor, "heads queries listed"], Int[Tensor, "heads queries listed"]]:
         """Add the attention weights of some queries and some heads to the picture and to the lists of largest weights.
-        Return the largest weights of each of these queries, and their columns.
+        Return the largest weights of each of these queries, and the column of each in the tensor `weights`.
         """
         first, last = int(self._row_of[queries.start]), int(self._row_of[queries.stop - 1])
         # Rows are contiguous in memory: summed first, they leave few numbers to be summed over columns.

@@ -99,8 +99,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class Side:
-    """Text or image on an HTML page, as tokens and words. In the attention that the page shows, its tokens are the
-    queries or the keys, or both in self-attention.
+    """Text or image on an HTML page, as tokens and words. The tokens of this text or image are the queries of the
+    attention that the page shows, or its keys, or both in self-attention.
 
     Attributes:
         name: name for display, such as "text" or "source".

@@ -48,7 +48,7 @@ from headwise.wording import counted, number, quotient
 @singledispatch
 def print_result(table: Table[Any], console: Console, top: int) -> None:
     """Print the result of an analysis: the `top` rows of its table with the largest mean of the table's first
-    statistic. Functions that are registered for classes of tables replace this one where there is more to print.
+    statistic. This is the default; other functions are registered for classes of tables that need more output.
     """
     print_title(console, run_title(table))
     print_scores(table, console, table.statistics[0], top)
