@@ -69,10 +69,10 @@ def ablate(
     progress: bool = False,
     title: str | None = None,
 ) -> Ablation | SetAblation:
-    """Measure how much the loss changes without each head, layer, key/value group or named set of heads. In each run of
-    the model, the outputs of these heads are replaced, by zeros by default. The ablation effect is the mean loss over
-    examples in this run, minus the mean loss of the unchanged model (Michel, Levy and Neubig 2019, section 3.2). The
-    returned table has it in the column `cost`.
+    """Measure how much the loss changes without each head, layer, key/value group or named set of heads. The model runs
+    once for each of them, with the outputs of its heads replaced, by zeros by default. The ablation effect is the mean
+    loss over examples in this run, minus the mean loss of the unchanged model (Michel, Levy and Neubig 2019, section
+    3.2). It is in the column `cost` of the returned table.
 
         effects = hw.ablate(model, texts, hw.next_token_loss)
         effects.table()                                 # one row per head: layer, head, ..., cost, loss, ...
@@ -185,8 +185,8 @@ def table_of_losses(
     metadata: Mapping[str, Any],
 ) -> AblationT:
     """Return the table of an ablation from the losses that all processes measured. Examples whose loss is NaN are left
-    out. The metadata contains the mean loss of the unchanged model ("baseline"). It also states whether the loss is a
-    distance from the unchanged model (0 for that model, never negative).
+    out. The table's metadata contains the mean loss of the unchanged model ("baseline"). The metadata also states
+    whether the loss is a distance from the unchanged model: 0 for the unchanged model, and never negative.
     """
     units = parts[0].units
     of_batches: dict[int, list[list[float]]] = {}
@@ -241,7 +241,7 @@ def measure_losses(
 ) -> AblationProgress:
     """Compute the loss of every example in this process's batches: in the unchanged model, and without each ablation
     unit (set of heads that are ablated together). Losses that the checkpoint already has are not computed again. If
-    layer outputs could not be reused between runs, add the reason to `notes`.
+    layer outputs of the unchanged model could not be reused in later runs, add the reason to `notes`.
     """
     model = data.model
     # Leaving inference mode turns gradients on, and gives tensors the version counters that reuse of outputs needs.

@@ -32,7 +32,8 @@ PURPOSE = "robust summaries"
 @dataclass(frozen=True)
 class DocumentEffects:
     """Effect of each ablation (loss without some heads, minus the loss of the unchanged model) on each document of the
-    data. A document can be split into several sequences; its effect is the mean over them.
+    data. A document can be split into several sequences; the effect on the document is then the mean over its
+    sequences.
 
     Attributes:
         documents: number of each document, in the order of the data. Without known documents, each sequence is one.
@@ -51,8 +52,8 @@ class DocumentEffects:
         baseline: Sequence[float], ablated: Sequence[Sequence[float]], documents: Sequence[Hashable] | None
     ) -> "DocumentEffects":
         """Return the effect of each ablation on each document. `baseline` has the loss of each sequence in the
-        unchanged model, `ablated` those after each ablation, and `documents` each sequence's document. Sequences whose
-        unchanged loss is NaN are left out.
+        unchanged model. `ablated` has, for each ablation, the loss of each sequence without the ablated heads.
+        `documents` has the document of each sequence. Sequences whose unchanged loss is NaN are left out.
         """
         members: dict[Any, list[int]] = {}
         for index, document in enumerate(range(len(baseline)) if documents is None else documents):
@@ -117,13 +118,13 @@ class _AblationTable(Table[RowT]):
 
     def column(self, name: str) -> Column:
         """Return the description of one statistic (column) of the table. If the loss is a distance from the unchanged
-        model, it states that the ablation effect `cost` has no significance test.
+        model, the description of the ablation effect `cost` states that it has no significance test.
         """
         return replace(super().column(name), is_tested=name == "cost" and not self.is_distance)
 
     def summaries(self) -> dict[str, list[Any]]:
-        """Return three columns that summarise the effects of each ablation on single documents. They show whether a
-        mean effect comes from a few documents alone.
+        """Return three columns that summarise the effects of each ablation on single documents: the median, a trimmed
+        mean, and the number of outliers. They show whether a mean effect comes from a few documents alone.
 
             cost_median     median of the effects on documents
             cost_trimmed    their mean without the 20 % lowest and the 20 % highest (scipy.stats.trim_mean)
@@ -167,8 +168,8 @@ class _AblationTable(Table[RowT]):
     def effects(self) -> Any:
         """Return the effect of each ablation on each document as a pandas DataFrame. It has one row per document, with
         the document's number in the data as index. It has one column per set of heads, or per head ("3.5" for head 5 of
-        layer 3). The effect on a document is the mean over its sequences. The attribute `by_document` has the number of
-        sequences and the unchanged loss of each document.
+        layer 3). The effect on a document is the mean over its sequences. The attribute `by_document` of this table has
+        the number of sequences and the unchanged loss of each document.
 
         Raises:
             InputError: the table has no effects of single documents.

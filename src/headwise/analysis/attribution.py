@@ -99,8 +99,9 @@ def logit_attribution(
 
 
 class LogitParts(NamedTuple):
-    """Direct effects of heads on logits: the number that each head adds directly to the logit of the answer to each
-    prompt, with the whole logit and the labels of the heads.
+    """Direct effects of heads on logits: for each prompt, the number that each head adds directly to the logit of the
+    prompt's answer. Also contains the complete logit of the answer, to which all parts of the model contribute, and the
+    labels of the heads.
 
     Attributes:
         heads: part of each head, for each prompt.
@@ -115,7 +116,7 @@ class LogitParts(NamedTuple):
 
 def logit_parts(model: nn.Module, batch: Any, tokens: AnswerTokens) -> LogitParts:
     """Compute what each head adds directly to the logit of each prompt's answer, by the formula in the docstring of
-    `Attribution`. It runs the model twice, and raises the errors that `logit_attribution` documents.
+    `Attribution`. The function runs the model twice, and raises the errors that `logit_attribution` documents.
     """
     require_module(model)
     inputs = one_batch(model, batch)

@@ -33,8 +33,8 @@ default initialization, in float32, differs by more than 50,000 such units."""
 def require_causal(
     loss: Any, model: nn.Module, batches: Iterable[Mapping[str, Any]], *, remedy: str | None = None
 ) -> None:
-    """Raise `InputError` if `loss` is `next_token_loss` and a model is not causal, as `why_not_causal` determines it on
-    some batches. The error message ends with `remedy`. Any other loss passes.
+    """Raise `InputError` if `loss` is `next_token_loss` and a model is not causal. `why_not_causal` checks this on some
+    batches. The error message ends with `remedy`, advice for the user. With any other loss, nothing is checked.
     """
     if loss is next_token_loss and (got := why_not_causal(model, batches)) is not None:
         raise InputError("loss", expected="hw.next_token_loss for a causal model", got=got, remedy=remedy)
@@ -119,8 +119,8 @@ def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, "batch 
 
 
 def _is_close(before: Tensor, after: Tensor) -> bool:
-    """Return True if two tensors differ by no more than rounding. Places where `before` is NaN or infinite are not
-    compared, since the loss itself refuses NaN.
+    """Return True if two tensors differ by no more than rounding. Elements that are NaN or infinite in `before` are not
+    compared; NaN is detected later, in the loss.
     """
     is_finite = before.isfinite()
     before, after = before[is_finite], after[is_finite]

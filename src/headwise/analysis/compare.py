@@ -245,8 +245,8 @@ def compare(a: Profile, b: Profile) -> Comparison:
 
 
 def _description(head: ProfiledHead | None) -> str:
-    """Return text that identifies a head in an error message: name, module and kind of attention. None means that one
-    profile has no further head.
+    """Return text that identifies a head in an error message: name, module and kind of attention. If the head is None,
+    because one profile has fewer heads than the other, the text is "no more".
     """
     return "no more" if head is None else f"{head.name} in {head.module} ({head.kind} attention)"
 
@@ -258,8 +258,8 @@ def _degrees_of_freedom(a: MeanEstimate, b: MeanEstimate) -> float:
 
 
 def _difference_in_errors(a: MeanEstimate, b: MeanEstimate) -> float:
-    """Return the difference b - a of two independent means in units of its standard error. If neither mean varies
-    between sequences by more than rounding, the result is 0 for equal means, and otherwise plus or minus infinity.
+    """Return the difference b - a of two independent means in units of its standard error. If both standard errors are
+    0 up to rounding, the result is 0 for equal means, and otherwise plus or minus infinity.
     """
     difference = b.value - a.value
     if has_no_variance(a) and has_no_variance(b):

@@ -55,7 +55,7 @@ def gate(
 ) -> Iterator[None]:
     """Multiply the outputs of heads by factors, or replace them, before the output projection, while the context is
     active. `values` maps `(layer, head)`, or a layer for all its heads, to a factor or a replacement. `positions`
-    restricts this to some queries.
+    selects the query positions at which outputs are changed, by default all.
 
     With o_h the output of head h (attention weights times values) and W_h its columns of the output projection, the
     attention module computes
@@ -108,7 +108,8 @@ def gate(
 
 def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> "dict[str, list[HeadGate]]":
     """Check the argument `values` of `gate`, and return the gates of each attention module by the module's path. If a
-    layer number fits several modules, each of them gets the gate; it is applied in the first one that attends.
+    layer number fits several modules, the gate is listed for each of them. When the model runs, only the first of these
+    modules that attends applies the gate.
     """
     if not isinstance(values, Mapping):
         raise InputError("values", expected="a mapping {(layer, head): value}", got=type(values).__name__)
@@ -199,8 +200,8 @@ class GateInterceptor(Interceptor):
         self._parts = QueryParts()
 
     def on_model_call(self) -> None:
-        """Start a new call of the model in this thread: forget which queries the attention calls of the previous one
-        had.
+        """Start a new call of the model in this thread: discard the record of the attention calls in the previous model
+        call. From this record, calls that compute only a part of the queries are recognised.
         """
         self._parts.on_model_call()
 
@@ -308,8 +309,9 @@ class GateInterceptor(Interceptor):
 
     def require_intercepted(self, model: nn.Module, stated: Collection[str] = ()) -> None:
         """Check, after the model ran, that the gates had an effect. Raise `InputError` if no attention was intercepted
-        in a gated module, or in one of the modules `stated`, for which the user passed `sites`. Raise it also if a
-        gated layer number turned out to be that of another module.
+        in a gated module, or in one of the modules `stated`, which the user named in the argument `sites` of `gate`.
+        Raise it also if a gate for a layer number was applied in one module, while the run shows that another module
+        has this number.
         """
         if not self._ran:
             return
@@ -335,8 +337,8 @@ class GateInterceptor(Interceptor):
 
 
 def _gated_queries(positions: Tensor, call: Call) -> Bool[Tensor, "#batch queries"]:
-    """Return a mask that is True at the gated queries of an attention call. `positions` is such a mask, which is
-    checked against the call, or query indices.
+    """Return a mask that is True at the gated queries of an attention call. `positions` has the indices of these
+    queries, or is already a mask; then its shape is checked.
     """
     batch, queries = call.grid.batch, call.grid.queries
     positions = positions.to(call.grid.device)

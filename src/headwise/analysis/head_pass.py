@@ -101,10 +101,10 @@ def table_of_pass(
     title: str | None,
     **settings: Any,
 ) -> TableT:
-    """Run a model over data, and return what was measured as a table. `measure` measures one process's share of the
-    batches. `make_table` then makes the table from the partial results of all processes and the metadata. A stopped run
-    resumes in the folder `out`, and a finished one is read from there. `settings` are further arguments that determine
-    the numbers, JSON-compatible.
+    """Run a model over data, and return what was measured as a table. `measure` runs the model on one process's share
+    of the batches. `make_table` then makes the table from the partial results of all processes and the metadata. A
+    stopped run resumes in the folder `out`, and the table of a finished run is read from there. `settings` are the
+    other options on which the numbers depend, as JSON-compatible values.
     """
     rank, world_size = rank_and_world_size()
     collected = run_settings(data.model, data.texts, title, processes=world_size, **settings)
@@ -149,9 +149,9 @@ def measure_further(
     title: str | None,
     **settings: Any,
 ) -> TableT:
-    """Run a model over a data set, measure the statistics that `further` defines for each head, and return the table
-    that `make_table` makes from them. Sequences have equal weight. With torch.distributed, the processes share the
-    batches.
+    """Run a model over a data set, and measure the statistics that `further` defines for each head. Return the table
+    that `make_table` makes from them. In means, each sequence has the same weight. With torch.distributed, the
+    processes share the batches.
 
     The arguments `model` to `title` are those of `profile`; `settings` are other arguments of the run, JSON-compatible.
     """
@@ -217,9 +217,9 @@ def measure_sequences(
     **options: Any,
 ) -> TableT:
     """Run a model over data, measure values of each sequence, and return a table of them. `measure_batch` runs the
-    model on one batch, and returns records of its attention modules and their values. `make_table` makes the table from
-    the modules, their values over all sequences in order, and the metadata. `options` are further arguments of
-    `table_of_pass`.
+    model on one batch. It returns a record (labels and numbers of heads) of each attention module, and the measured
+    values by module. `make_table` makes the table from all modules, the values of all sequences in order, and the
+    metadata. `options` are further arguments of `table_of_pass`.
     """
     device = device_of(data.model)
 
@@ -256,9 +256,9 @@ def measure_sequences(
 def head_statistics(
     registry: SiteRegistry, names: Iterable[str], numbers: int = 1
 ) -> Iterator[tuple[dict[str, Any], dict[str, list[MeanEstimate]]]]:
-    """Yield, for each head, its labels (layer, head, ...) and its estimates of the statistics `names`. Each statistic
-    has `numbers` estimates per head. If a statistic was not measured in the head's module, its estimates have no
-    sample.
+    """Yield, for each head, its labels (layer, head, ...) and the estimates of the statistics `names` for this head.
+    Each of these statistics has `numbers` values per head, such as one per bin of positions, and so as many estimates.
+    If a statistic was not measured in the head's module, its estimates have 0 samples.
     """
     of_sites: dict[SiteKey, dict[str, list[MeanEstimate]]] = {}
     for record, labels in registry.head_labels():

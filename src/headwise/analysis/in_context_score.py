@@ -94,10 +94,11 @@ class InContextScores(HeadTable[HeadRow]):
 
 
 class InContextLoss:
-    """Function that returns the in-context learning score of each sequence in a batch, for a causal model: its loss
-    late in the sequence minus its loss early in it. Each loss is a mean over `window` tokens, of which the last has the
-    number `late` or `early`. The score is negative if the model predicts tokens better with more context. With a window
-    of one token it is the score of Olsson et al. 2022, "In-context Learning and Induction Heads".
+    """Function that returns the in-context learning score of each sequence in a batch, for a causal model: a mean loss
+    late in the sequence minus a mean loss early in it. The late mean is over the `window` tokens that end at token
+    number `late`, and the early mean over those that end at token number `early`. The score is negative if the model
+    predicts tokens better with more context. With a window of one token it is the score of Olsson et al. 2022,
+    "In-context Learning and Induction Heads".
 
     The loss of token number t, counted from 1, is -ln p(token t | tokens 1 to t - 1), in nats. All sequences have at
     least `late` tokens, without padding.

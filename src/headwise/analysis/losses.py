@@ -46,8 +46,8 @@ def require_loss(loss: Any) -> None:
 
 
 def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
-    """Call `loss.prepare(model, batch)` with a copy of the batch, if the loss has this method. In it, a loss computes
-    what it needs from the unchanged model.
+    """Call `loss.prepare(model, batch)` with a copy of the batch, if the loss has this method. In this method, a loss
+    computes what it needs from the unchanged model.
     """
     if hasattr(loss, "prepare"):
         loss.prepare(model, copied(batch))
@@ -55,8 +55,8 @@ def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
 
 def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
     """Compute `loss(model, batch)`, check that it is one floating-point number per example, and return it. The loss
-    receives a copy of the batch, because a model may write to its inputs, for example to a cache of keys and values.
-    The next call then computes the same.
+    receives a copy of the batch, because a model may write to its inputs, for example to a cache of keys and values. So
+    the batch can be used again.
     """
     losses, examples = loss(model, copied(batch)), count_sequences_and_tokens(batch)[0]
     if not isinstance(losses, Tensor) or losses.shape != (examples,) or not losses.is_floating_point():
@@ -243,8 +243,9 @@ def _tokens(batch: dict[str, Any]) -> tuple[Int[Tensor, "batch length"], Bool[Te
 
 
 def _is_real(batch: dict[str, Any], tokens: Tensor, name: str = "attention_mask") -> Bool[Tensor, "batch length"]:
-    """Return a mask that is True at tokens that are not padding, from the batch's argument `name`. `tokens` is a tensor
-    with the axes batch and length, and optionally further ones.
+    """Return a mask that is True at tokens that are not padding. It is read from the model argument `name` in the
+    batch; without this argument, all tokens count. `tokens` is a tensor with the axes batch and length, and optionally
+    further ones.
     """
     mask = batch.get(name)
     # A mask of another shape, such as one with four axes, does not state what is padding.

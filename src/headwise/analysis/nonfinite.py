@@ -28,7 +28,8 @@ def nonfinite_error(
 
     def has_nonfinite(values: Any) -> bool:
         """Return True if a tensor contains NaN or plus infinity outside of padding. `values` is a tensor or a nested
-        structure of tensors. If `examples` is given, only the examples where it is True count.
+        structure of tensors. The argument `examples` of the enclosing function, if it is given, is True at the examples
+        that count.
         """
         for tensor in pytree.tree_leaves(values):
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:

@@ -128,8 +128,9 @@ def _names(groups: Sequence["_ModelResults"]) -> list[str]:
 def _opening(
     groups: Sequence["_ModelResults"], statistics: Sequence[page.PageStatistic], statistic: str | None
 ) -> dict[str, str]:
-    """Return the display settings of a page when it opens. They include the statistic by which heads are coloured and
-    sorted: `statistic` if it is given. With two models, they select the view of the differences.
+    """Return the display settings of a page when it opens. They select the statistic by which heads are coloured and
+    sorted: `statistic`, or by default the one that the results name, if there is one. With two models, they also select
+    the view of the differences.
     """
     opening = {"model": "difference"} if len(groups) == 2 else {}
     columns = groups[0].columns

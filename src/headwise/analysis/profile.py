@@ -208,8 +208,9 @@ def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
 
 
 def require_profile_of(profile: Profile, model: nn.Module, name: str) -> None:
-    """Raise `InputError` if a profile was measured on another model than `model`. `name` is the name of `model`; names
-    are compared if weights cannot be.
+    """Raise `InputError` if a profile was measured on another model than `model`. The weights of attention are
+    compared. If they cannot be, because the data types differ, the models' names are compared; `name` is the name of
+    `model`.
 
     The model may have another language-model head than the profiled one, which adds a prefix to the paths of its
     modules. If the attention modules have the same weights, the models are the same. Weights of different data types

@@ -87,7 +87,7 @@ class RecordedOutputs(OutputReader):
 
 class RecordedRun(SiteRegistry, RecordedOutputs):
     """Interceptor that records the head outputs of a model's last run. It also registers each attention module that
-    ran, with the number and the labels of its heads.
+    ran, with the number of its heads and their labels (layer, head, module, kind).
     """
 
     def __init__(self, model: nn.Module) -> None:

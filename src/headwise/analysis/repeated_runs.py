@@ -51,8 +51,9 @@ class RepeatedRuns:
         self.note: str | None = None
 
     def run_unchanged(self, compute: Compute) -> Tensor:
-        """Run the unchanged model on the current batch by `compute`, and return its results. Layer outputs are
-        recorded, for later runs with gated heads. On the first batch, also check whether they can be reused.
+        """Run the unchanged model on the current batch by calling `compute`, and return the results of this call. Layer
+        outputs are recorded, for later runs with gated heads. On the first batch, also check whether recorded outputs
+        can be reused.
         """
         if not self._reuses:
             return self._results(compute)[0]
@@ -64,17 +65,17 @@ class RepeatedRuns:
         return recorded
 
     def run_gated(self, compute: Compute, paths: Collection[str]) -> Tensor:
-        """Run the model on the current batch by `compute`, and return its results. The caller has gated heads of the
-        attention modules at `paths`, and no others. If layer outputs can be reused, layers that end before these
-        modules return their recorded outputs.
+        """Run the model on the current batch by calling `compute`, and return the results of this call. The caller has
+        gated heads of the attention modules at `paths`, and no others. If layer outputs can be reused, layers that end
+        before these modules return their recorded outputs.
         """
         with restored_state(self._model), self._replay.reused_until(paths) if self._reuses else nullcontext():
             return compute()
 
     def _why_not_reuse(self, compute: Compute, recorded: Tensor, digests: list[str]) -> str | None:
-        """Check whether recorded layer outputs can be reused. Return a note for the user with the reason if they
-        cannot, and None if they can. `recorded` are the results of the run that recorded the outputs, and `digests` are
-        their hashes.
+        """Check whether recorded layer outputs can be reused. Return None if they can, and otherwise a note for the
+        user with the reason. `recorded` are the results of the run that recorded the outputs. `digests` are hashes of
+        these results and of tensors that the model returned in this run.
 
         The last module up to which outputs can be reused is checked first. So each run with reused outputs finds what
         the run with halved head outputs left in the layers that are not computed.
@@ -106,9 +107,9 @@ class RepeatedRuns:
             compute()
 
     def _results(self, compute: Compute) -> tuple[Tensor, list[str]]:
-        """Run the model by `compute`, and return its results, one per example, with a list of hashes. The hashes are of
-        the results, and of the tensors that the model and its stacks of layers returned. Tensors on the meta device,
-        which have no content, are not hashed.
+        """Run the model by calling `compute`, and return the results of this call, one per example, with a list of
+        hashes. The hashes are of the results, and of the tensors that the model and its stacks of layers returned.
+        Tensors on the meta device, which have no content, are not hashed.
         """
         digests: list[str] = []
 

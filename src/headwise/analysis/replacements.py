@@ -103,14 +103,14 @@ class Replacement:
     """
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Return a replacement that is ready for use in the attention modules at the paths `modules`. Here it is this
-        object itself. Subclasses that need outputs of the model run the model in this method.
+        """Return a replacement that is ready for use in the attention modules at the paths `modules`. The base class
+        returns this object itself. Subclasses that need outputs of the model run the model in this method.
         """
         return self
 
     def digest(self, model: nn.Module) -> str | None:
         """Return a hash of the data or the recorded outputs from which the replacement is computed for a model. Return
-        None if it uses none, or if the data can be read only once.
+        None if the replacement is computed without data, or if the data can be read only once.
         """
         return None
 
@@ -149,22 +149,22 @@ class MeanOutputs(OutputReader):
         self._real_queries: dict[int, Bool[Tensor, "batch queries"] | None] = {}
 
     def on_model_call(self) -> None:
-        """Start a new call of the model: discard the stored padding of the previous one."""
+        """Start a new call of the model: discard the padding masks from the previous call."""
         self._contexts.on_model_call()
         self._real_queries = {}
 
     def change(self, call: Call) -> Change | None:
-        """Determine which queries of an attention call are not padding, and return the function of the base class,
-        which passes the head outputs to `read`. In cross-attention, the padding of the queries is known from earlier
-        calls of other modules.
+        """Determine which queries of an attention call are not padding. Return the function that `OutputReader.change`
+        returns, which passes the head outputs to `read`. In cross-attention, the padding of the queries is known from
+        earlier calls of other modules.
         """
         if not call.is_recomputation:
             self._real_queries[id(call)] = self._contexts.read(call).context.real_queries
         return super().change(call)
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Add the head outputs of one attention call, summed over tokens that are not padding, to running sums. There
-        is one sum for each module and each number of its call within a run of the model.
+        """Add the head outputs of one attention call, summed over tokens that are not padding, to running sums. Each
+        module has separate sums for its first call in a run of the model, its second call, and so on.
         """
         batch, _, queries, _ = out.shape
         out, tokens = out.detach(), float(batch * queries)
@@ -199,8 +199,9 @@ class Mean(Replacement):
         self.dataset, self.means = dataset, means
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Return a replacement with the mean head outputs of the attention modules at the paths `modules`. It is this
-        object if it already has them; otherwise the model runs over the data set.
+        """Return a replacement with the mean head outputs of the attention modules at the paths `modules`. If this
+        object already has these means, return the object itself. Otherwise run the model over the data set to compute
+        them.
         """
         if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
             return self

@@ -57,16 +57,17 @@ class ResidualStream:
         self._final_call, last_call = None, list[_ModuleCall]()
 
         def on_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            """Remember a finished module call as the last one, if its first argument and its output are tensors. A call
-            whose output has the same memory as that of the call before, as dropout may return it, is ignored.
+            """Store a finished module call as the last one, if its first argument and its output are tensors. A call
+            whose output is the same tensor in memory as the output of the call before is ignored; dropout can return
+            its input in this way.
             """
             is_of_tensors = bool(args) and isinstance(args[0], Tensor) and isinstance(output, Tensor)
             if is_of_tensors and not (last_call and _is_same_memory(output, last_call[0].output)):
                 last_call[:] = [_ModuleCall(module, args[0], output)]
 
         def on_embedding(_: nn.Module, args: tuple[Any, ...]) -> None:
-            """If the output embedding's input is the output of the last module call, remember this call as that of the
-            final norm.
+            """Store the last module call as the call of the final norm, if the output of that call is the input of the
+            output embedding.
             """
             if last_call and args and _is_same_memory(args[0], last_call[0].output):
                 self._final_call = last_call[0]

@@ -73,10 +73,11 @@ ROLES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, MIXED, BROAD, FIRST, SPECIA
 
 
 def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mapping[str, float] | None = None) -> Role:
-    """Return a head's role, a name for what it attends to. It is the kind of position that gets at least half of the
-    attention; without one it is broad if attention is nearly uniform, or else mixed. `means` are the means of the
-    head's statistics, and `rows` the numbers of queries over which they were taken. `random` are means on random tokens
-    that repeat; half of the attention on earlier copies, or on what followed them, decides the role too.
+    """Return a head's role, a name for what it attends to: the kind of position that gets most of its attention, if
+    that is at least half. Without such a position, the role is "broad" if attention is nearly uniform, and otherwise
+    "mixed". `means` are the means of the head's statistics on data, and `rows` the numbers of queries in these means.
+    `random` are means on random tokens that repeat. They can add the roles for attention to earlier copies of a token,
+    and to what followed these copies.
 
     This module's docstring has the whole rule.
     """

@@ -167,8 +167,8 @@ def view_of(
     progress: bool = False,
 ) -> View:
     """Run a model with the arguments `inputs`, and return the attention of each of its heads. `texts` are the tokens
-    and words that the model reads. If it generated the last tokens, `logits` are those from which they were generated;
-    the run must reproduce them. The other arguments are those of `view`.
+    and words that the model reads. If the model generated the last tokens, `logits` are the logits from which these
+    tokens were chosen; the run must reproduce them. The other arguments are those of `view`.
     """
     modules = dict(model.named_modules())
     layers = len(innermost_attention_modules(modules, modules))

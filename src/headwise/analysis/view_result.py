@@ -280,8 +280,8 @@ class Focus:
 
     @property
     def note(self) -> str:
-        """Sentence about the head with the largest excess over uniform attention. It names the word to which this head
-        attends more than to the chosen words, if there is one; otherwise it is empty.
+        """Sentence about the first head, the one whose attention on the chosen words exceeds uniform attention most. It
+        names the word to which this head attends more than to the chosen words. It is empty if there is no such word.
         """
         best = self.heads[0]
         if best.other_share <= best.share + LEAST_EXCESS:
@@ -344,7 +344,7 @@ class View:
 
     @property
     def text(self) -> str:
-        """The first text, up to where it was truncated."""
+        """The first text that the model read, up to the place where it was cut off, if it was too long."""
         return self.texts[0].text
 
     @property
@@ -363,14 +363,14 @@ class View:
         return sum(len(text.tokens) for text in self.texts)
 
     def query_words(self, head: HeadView) -> tuple[Word, ...]:
-        """Return the words of the text from which a head attends, that of its queries. In cross-attention of an
-        encoder-decoder this is the target; in self-attention, queries and keys are in the same text.
+        """Return the words of the text that has the queries of a head. In cross-attention of an encoder-decoder this is
+        the target; in self-attention, queries and keys are in the same text.
         """
         return self.texts[head.attention.queries].words
 
     def key_words(self, head: HeadView) -> tuple[Word, ...]:
-        """Return the words of the text to which a head attends, that of its keys. In cross-attention of an
-        encoder-decoder this is the source; in self-attention, queries and keys are in the same text.
+        """Return the words of the text that has the keys of a head. In cross-attention of an encoder-decoder this is
+        the source; in self-attention, queries and keys are in the same text.
         """
         return self.texts[head.attention.keys].words
 
@@ -673,8 +673,8 @@ class ViewSet:
 
     def find(self, focus: Sequence[Any], *, kind: str = "received", name: str | None = None) -> Focus:
         """Rank the heads by how much more attention some chosen words receive from other words, or exchange among
-        themselves, than under uniform attention over the same keys. The shares are means over texts, with standard
-        errors and a test.
+        themselves, than under uniform attention over the same keys. The share of attention on these words is a mean
+        over the texts. The difference from uniform attention has a standard error and a test.
 
         `Focus` has the formulas, and the rule by which a head has a focus.
 
@@ -768,8 +768,9 @@ def _head_focus(views: Sequence[View], index: int, words: Sequence[tuple[int, ..
 
 
 def _shares(view: View, head: HeadView, words: tuple[int, ...], kind: str) -> tuple[float, float, dict[str, float]]:
-    """Return three results for one head and text: the mean share of attention on chosen words, the same share under
-    uniform attention, and the mean share on every other word by name.
+    """Return three means over query words, for one head and text: the share of attention on chosen words, the same
+    share under uniform attention, and a dictionary with the share on every other word by name. The query words are the
+    words that were not chosen or, if `kind` is "exchanged", the chosen words.
     """
     attention, queries, keys = head.attention, view.texts[head.attention.queries], view.texts[head.attention.keys]
     if not isinstance(attention.weights, page.AllWeights):
@@ -785,8 +786,8 @@ def _shares(view: View, head: HeadView, words: tuple[int, ...], kind: str) -> tu
     seeing = torch.zeros(len(queries.words)).index_add_(0, queries.word_of, is_visible.any(-1).float()).clamp(min=1)
 
     def between_words(matrix: Tensor) -> Tensor:
-        """Return a matrix of words from a matrix of tokens: weights are summed over the tokens of a key word, and
-        averaged over the tokens of a query word that can attend to any key.
+        """Return a matrix of words from a matrix of tokens. Weights are summed over the tokens of a key word, and
+        averaged over those tokens of a query word that can attend to at least one key.
         """
         to_words = torch.zeros(len(matrix), len(keys.words)).index_add_(1, keys.word_of, matrix.float())
         sums = torch.zeros(len(queries.words), len(keys.words)).index_add_(0, queries.word_of, to_words)
@@ -830,8 +831,8 @@ def passages_of(
     models: Sequence[tuple[Sequence[View], str]], statistics: Sequence[page.PageStatistic]
 ) -> tuple[page.Passage, ...]:
     """Return the texts of a page, with the attention of every head of each model on them. For each model, `models` has
-    its views, and the name under which the page shows statistics of these views. For other statistics of the page,
-    which were not measured on these texts, the means are NaN.
+    its views, and the name (source) under which the page lists the statistics of these views. Only these statistics get
+    a value for each text; those from other sources are NaN.
     """
     passages = []
     for views in zip(*(views for views, _ in models), strict=True):

@@ -138,7 +138,7 @@ class PooledWeights:
         keys: Int[Tensor, " keys"],
     ) -> tuple[Float[Tensor, "heads queries listed"], Int[Tensor, "heads queries listed"]]:
         """Add the attention weights of some queries and some heads to the picture and to the lists of largest weights.
-        Return the largest weights of each of these queries, and their columns.
+        Return the largest weights of each of these queries, and the column of each in the tensor `weights`.
         """
         first, last = int(self._row_of[queries.start]), int(self._row_of[queries.stop - 1])
         # Rows are contiguous in memory: summed first, they leave few numbers to be summed over columns.
@@ -157,9 +157,9 @@ class PooledWeights:
 
 
 class TokenWeights(PooledWeights):
-    """Attention weights between the tokens of a text for each head, added up from blocks of queries. Kept are a picture
-    of at most 64 rows and columns, the keys that each query may attend to, and the weights: all of them for a short
-    text (`keeps_all`), otherwise the largest ones of each query.
+    """Attention weights between the tokens of a text for each head, added up from blocks of queries. The object stores
+    a picture of at most 64 rows and columns, the keys that each query may attend to, and weights. For a short text
+    (`keeps_all`) it stores all weights, otherwise the largest ones of each query.
 
     Args:
         known_runs: by the rows of a block, the latest mask of these rows, its keys, and its runs of visible keys for
@@ -211,9 +211,9 @@ class TokenWeights(PooledWeights):
         return runs
 
     def of_head(self, head: int, queries: int, keys: int) -> HeadAttention:
-        """Return the attention of one head, after all rows were added. A passage on a page has one or two texts;
-        `queries` and `keys` are the numbers of the texts that have them. Queries that were not added may attend to no
-        key.
+        """Return the attention of one head, after all rows were added, for a passage on a page (one text, or a source
+        and a target text). `queries` is the number of the text that has the queries, 0 or 1, and `keys` that of the
+        text with the keys. A query whose row was never added has no visible key.
         """
         weights: AllWeights | LargestWeights
         if self._all is not None:
@@ -455,8 +455,8 @@ class Viewer(SiteRegistry):
 
     def head_views(self) -> Iterator[HeadView]:
         """Yield the `HeadView` of each head, in the order of layers and heads. If every module attended once, heads
-        have the layer numbers of result tables. Otherwise a call has the model's own layer number, or, if this is
-        unknown or used already, the next higher one.
+        have the layer numbers of result tables. Otherwise the heads of an attention call have the layer number that the
+        model states. If this is unknown or used already, it is one more than the largest number so far.
         """
         sites = [site for site, *_ in self._calls]
         layer_of = dict(zip((record.site for record in self.records), self.layers, strict=True))

@@ -137,9 +137,9 @@ def norm_weighted(
     by: Annotated[str, choice(NORMED_STATISTICS, "Statistic that is printed.", others=added_statistics)] = "first",
     top: Annotated[int, option("Number of heads to print, those that differ most first.", least=1)] = 20,
 ) -> None:
-    """Measure where every head reads from by the norms of the vectors that it adds up, instead of by attention weights
-    alone. Prints the heads in which both differ most, and saves all statistics in --out. Processes started by torchrun
-    share the work.
+    """Measure where every head reads from by the norms of the vectors that it adds up (attention weight times projected
+    value), instead of by attention weights alone. Prints the heads in which these two measures differ most, and saves
+    all statistics in --out. Processes started by torchrun share the work.
 
     Examples:
     headwise norm-weighted --model smollm2 --data corpus.jsonl --documents truncate --context 512 --out norms
@@ -158,9 +158,9 @@ def rollout(
     by: Annotated[str, choice(ROLLOUT_STATISTICS, "Statistic of heads that is printed.")] = "first",
     top: Annotated[int, option("Number of heads to print, those that differ most first.", least=1)] = 20,
 ) -> None:
-    """Measure to which input tokens the attention of every layer and head leads, if attention is multiplied over
-    layers. Prints the layers, and the heads in which this differs most from their own attention. Saves both tables in
-    --out. Processes started by torchrun share the work.
+    """Measure to which input tokens the attention of every layer and head leads, if attention is multiplied over layers
+    (attention rollout). Prints the layers, and the heads whose rollout differs most from their own attention. Saves the
+    tables of layers and of heads in --out. Processes started by torchrun share the work.
 
     Examples:
     headwise rollout --model smollm2 --data corpus.jsonl --documents truncate --context 512 --out rollout
@@ -177,8 +177,9 @@ def sinks(
     positions: Annotated[str, option("Numbers of the tokens, from 0.", "N,N")] = "0",
     top: Top = 20,
 ) -> None:
-    """Measure in which share of sequences the mean attention of each head on the first token exceeds a threshold.
-    Prints the heads with the largest rates, and the rate of the model. Processes started by torchrun share the work.
+    """Measure the sink rate of each head: the share of sequences in which its mean attention on the first token exceeds
+    a threshold. Prints the heads with the largest sink rates, and the mean of the rates over all heads. Processes
+    started by torchrun share the work.
 
     Examples:
     headwise sinks --model smollm2 --data corpus.jsonl --documents truncate --context 64 --out smollm2-sinks

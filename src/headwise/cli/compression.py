@@ -65,8 +65,8 @@ def prune(
     force: Force = False,
     output: OutputFlags,
 ) -> None:
-    """Remove the least important heads of a model. Chooses them by scores on the data, fits the output projections of
-    the remaining ones, and saves the smaller model with its plan in --out.
+    """Remove the least important heads of a model. Chooses them by scores on the data, and fits the output projections
+    of the remaining heads. Saves the smaller model in --out, with the plan, which lists the remaining heads.
 
     Examples:
     headwise prune --model smollm2 --data corpus.txt --documents cut --context 128 --keep 0.67 --out smaller
@@ -120,8 +120,8 @@ def merge(
     force: Force = False,
     output: OutputFlags,
 ) -> None:
-    """Merge the key/value heads of each layer to fewer, which makes the cache smaller. Fits them to the data, and saves
-    the smaller model in --out.
+    """Merge the key/value heads of each layer into fewer, which makes the cache of keys and values smaller. Fits the
+    merged heads to the data, and saves the smaller model in --out.
 
     Examples:
     headwise merge --model smollm2 --data corpus.txt --documents cut --context 128 --kv-heads 1 --out merged
@@ -165,8 +165,8 @@ def localize(
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
     output: OutputFlags,
 ) -> None:
-    """Find the heads of a decoder that need only the first tokens and a window of recent ones, so that its cache can be
-    shorter. Prints them, and saves them in --out.
+    """Find the heads of a decoder that need only the first tokens and a window of recent ones. The decoder can then
+    store fewer keys and values for these heads. Prints the heads, and saves them in --out.
 
     Examples:
     headwise localize --model smollm2 --data corpus.txt --documents cut --budget 0.01 --out streaming.json
@@ -197,8 +197,8 @@ def compress(
     output: OutputFlags,
 ) -> None:
     """Make a model smaller by the steps of a recipe: score, plan, prune, merge, heal, verify and save. Prints the loss
-    on held-out text after each step, and the report that the section [report] states. Saves the smaller model in the
-    folder model in --out.
+    on held-out text after each step. If the recipe has a section [report], also prints a comparison of the model before
+    and after. Saves the smaller model in the folder model in --out.
 
     Examples:
     headwise compress recipe.toml --out smaller

@@ -136,8 +136,8 @@ def curve(
     seed: Annotated[int, option("Seed of the random orders.", "N", least=0)] = 0,
 ) -> None:
     """Measure the loss of a model while more and more heads are removed, the least important first, and while random
-    heads are removed. The order is that of saved scores, measured on other data. Prints the loss without each tenth of
-    the heads, and saves it in --out.
+    heads are removed. The order is that of saved scores, measured on other data. Prints the loss after each further
+    tenth of the heads is removed, and saves it in --out.
 
     Examples:
     headwise curve --model smollm2 --data test.jsonl --scores scores --out curve

@@ -44,9 +44,9 @@ class HeadTestFlags:
         *arguments: Any,
         **further: Any,
     ) -> None:
-        """Load the model and its tokenizer, run a test of heads on them, and print the first `top` rows of its table.
-        `test` is also called with `arguments`, `settings` and `further`. The table stores `settings`; if the folder has
-        a run with other settings, an error is raised before the model is loaded.
+        """Load the model and its tokenizer, run a test of heads on them, and print the first `top` rows of the test's
+        table. `test` is also called with `arguments`, `settings` and `further`. The table stores `settings`. If the
+        output folder has a table with other settings, an error is raised before the model is loaded.
         """
         from headwise.runs.files import require_writable
 
@@ -83,8 +83,9 @@ def retrieval(
     seed: Annotated[int, option("Seed of needles and texts.", "N", least=0)] = 0,
     top: Top = 20,
 ) -> None:
-    """Measure how often each head attends most to the token that the model repeats from a sentence in a long text.
-    Prints the heads with the largest retrieval scores, and tests which scores are above 0.1.
+    """Measure the retrieval score of each head: how often it attends most to the token that the model copies into its
+    answer, from a sentence hidden in a long text. Prints the heads with the largest retrieval scores, and tests which
+    scores are above 0.1.
 
     Examples:
     headwise retrieval --model smollm2 --out smollm2-retrieval
@@ -106,8 +107,9 @@ def name_movers(
     seed: Annotated[int, option("Seed of the names.", "N", least=0)] = 0,
     top: Top = 20,
 ) -> None:
-    """Find heads that move a name to the end of a prompt, and heads that do the opposite, on prompts with two names.
-    Prints the heads with the largest effects on the logits, and those that pass the tests.
+    """Find name movers, on prompts with two names: heads that attend from the end of a prompt to the name that must
+    follow, and raise the logit of this name. Also finds negative name movers, which lower it. Prints the heads with the
+    largest effects on the logits, and those that pass the tests.
 
     Examples:
     headwise name-movers --model smollm2 --out smollm2-name-movers
@@ -129,8 +131,9 @@ def dependencies(
     seed: Annotated[int, option("Seed of the division into halves.", "N", least=0)] = 0,
     top: Top = 20,
 ) -> None:
-    """Measure how often the word that a head attends to most is the governor or the dependent of a word. Compares each
-    head with the best fixed offset, and prints the heads with the largest gain.
+    """Measure how often a head attends most, from a word, to the governor or to the dependent of this word. Compares
+    each head with the best fixed offset, a rule that always picks the word at the same distance. Prints the heads with
+    the largest gain over this rule.
 
     Examples:
     headwise dependencies --treebank en_ewt-ud-test.conllu --out minilm-dependencies

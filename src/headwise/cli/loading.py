@@ -89,7 +89,8 @@ class OpenRun:
 
     def load(self, table: "type[Table[Any]]", lm_head: str | None = None, **settings: Any) -> "nn.Module":
         """Load the model onto the device of this process, with the kind of language-model head that `lm_head` names, or
-        without one. Before that, raise `InputError` if the output folder has a run of `table` with other settings.
+        without one. Before that, raise `InputError` if the output folder has a result of the type `table` from a run
+        with other settings.
         """
         flags = self.flags
         require_same_run(table, flags.out, self.source, self.dataset, flags.model, force=flags.force, **settings)
@@ -146,8 +147,9 @@ def require_same_run(
     force: bool,
     **settings: Any,
 ) -> None:
-    """Raise `InputError` if the folder `out` already has a run of this table with another model, other settings or
-    other data. The check uses what is known before the model is loaded. Data are not compared if `dataset` is None.
+    """Raise `InputError` if the folder `out` already has a result of the type `table` from a run with another model,
+    other settings or other data. The check uses what is known before the model is loaded. Data are not compared if
+    `dataset` is None.
     """
     from headwise.runs import checkpoint, fingerprint
 

@@ -61,8 +61,8 @@ def choice(
 
 
 def added_statistics() -> list[str]:
-    """Return the names of the attention statistics that commands accept in addition to those listed in their help: the
-    other statistics of query rows in the registry.
+    """Return the names of the attention statistics that commands accept although their help does not list them: all
+    other statistics in the registry with one value per query.
     """
     from headwise.statistics.registry import row_statistics
 

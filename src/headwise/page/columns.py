@@ -30,8 +30,8 @@ class HeadPlace(NamedTuple):
 
 class ModelIdentity(NamedTuple):
     """Values by which results of different models are distinguished: the number of a model's attention modules, the
-    data type of its weights, and a hash. The hash is of the model's configuration and weights, without the weights of
-    the head for its task.
+    data type of its weights, and a hash. The hash is of the configuration and the weights. The weights of the layer for
+    the model's task, such as a language-model head, are not included.
     """
 
     modules: int
@@ -40,15 +40,15 @@ class ModelIdentity(NamedTuple):
 
     def is_other(self, other: "ModelIdentity") -> bool:
         """Return True if two identities are certainly of different models: their hashes differ, while the number of
-        modules and the data type are equal. Otherwise they are equal, or cannot be compared, such as those of a model
-        and of its encoder.
+        modules and the data type are equal. Return False if the hashes are equal, or cannot be compared, such as those
+        of a model and of its encoder.
         """
         return self[:2] == other[:2] and self.digest != other.digest
 
 
 def is_identity(value: ModelIdentity | None) -> bool:
-    """Return True if `value` is None, or an identity of a model whose number, data type and hash have the right Python
-    types.
+    """Return True if `value` is None, or an identity of a model whose number of modules, data type and hash have the
+    right Python types.
     """
     return value is None or [type(each) for each in value] == [int, str, str]
 

@@ -99,8 +99,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class Side:
-    """Text or image on an HTML page, as tokens and words. In the attention that the page shows, its tokens are the
-    queries or the keys, or both in self-attention.
+    """Text or image on an HTML page, as tokens and words. The tokens of this text or image are the queries of the
+    attention that the page shows, or its keys, or both in self-attention.
 
     Attributes:
         name: name for display, such as "text" or "source".
@@ -128,7 +128,8 @@ class Side:
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
     """Keys that each query may attend to, as runs (ranges of neighbouring keys). `runs` is the number of runs of each
-    query. `starts` is the first key of each run, those of query 0 first; `stops` is the key after its last one.
+    query. `starts` has the first key of every run, and `stops` the key after the last key of every run. Both list the
+    runs of query 0 first, then those of query 1, and so on.
     """
 
     runs: Int[Tensor, " queries"]

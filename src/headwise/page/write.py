@@ -119,9 +119,9 @@ def _passage_json(
 
 def stored_rows(heads: Sequence[HeadAttention]) -> list[tuple[str, bytes]]:
     """Return the attention weights of each head as bytes, with the name of their format. If a page has at most
-    `DENSE_WEIGHTS` weights, all are stored with 16 bits ("dense"). Otherwise about `LISTED_WEIGHTS` large ones are
-    stored with 8 bits, rounded down ("sparse"). Half of these are spread equally over all queries, the largest of each;
-    the rest are the largest of the remaining weights.
+    `DENSE_WEIGHTS` weights, all are stored, with 16 bits each ("dense"). Otherwise about `LISTED_WEIGHTS` weights are
+    stored, with 8 bits each, rounded down ("sparse"). Half of them are the largest weights of each query, the same
+    number for every query. The other half are the largest of the remaining weights.
     """
     dense = [head.weights.weights for head in heads if isinstance(head.weights, AllWeights)]
     if len(dense) == len(heads) and sum(weights.numel() for weights in dense) <= DENSE_WEIGHTS:
@@ -168,8 +168,8 @@ def _sparse_bytes(listed: LargestWeights, number_of_keys: int, least: int, thres
 
 
 def angular(weights: Float[Tensor, "*shape"], dtype: torch.dtype, *, down: bool = False) -> Tensor:
-    """Return attention weights as integers of type `dtype`, uint8 or uint16. The integer is arcsin(sqrt(weight)),
-    scaled so that a weight of 1 becomes the type's largest number Q.
+    """Return attention weights as integers of type `dtype`, uint8 or uint16. The integer q is arcsin(sqrt(weight)),
+    scaled and rounded, so that a weight of 1 becomes Q, the largest number of the type.
 
     The weight is sin(q / Q * pi / 2) squared. The rounding error is at most pi / 4 / Q, for a weight of 1/2, and
     vanishes near 0 and 1, which are exact (variance-stabilising transform of a share). If `down`, weights are rounded

@@ -65,9 +65,9 @@ def draw_pattern(
     ax: Any = None,
 ) -> "Axes":
     """Draw the attention weights of one head as a matrix, with a row for each query word and a column for each key
-    word. `keys` are the same words as `queries` by default. If the matrix has fewer rows or columns than there are
-    words, each stands for a group of consecutive words, labelled by the first one. A weight is then summed over the
-    keys of its group, and averaged over the queries.
+    word. `keys` are the same words as `queries` by default. If the matrix has fewer rows than there are query words,
+    each row stands for a group of consecutive words, and is labelled by the first one; the same applies to columns. The
+    weights of a group are sums over its keys, averaged over its queries.
     """
     rows, columns = weights.shape
     keys = queries if keys is None else keys

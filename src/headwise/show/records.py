@@ -56,8 +56,8 @@ def comparison_records(comparison: Comparison, statistics: Sequence[str]) -> Rec
 
 
 def view_records(seen: View | ViewSet, foci: Sequence[Focus] = ()) -> Records:
-    """Return one row per head of a view, with the texts and the results of `find` in the metadata. For a view of one
-    text, rows have the value of every statistic and the strongest links between words, whose positions are counted from
+    """Return one row per head of a view. The metadata has the texts and the results of `find`. For a view of one text,
+    rows have the value of every statistic, and the strongest links between words. Positions of words are counted from
     1. For several texts, rows have means with standard errors. Very long words of the texts are shortened.
     """
     texts = [

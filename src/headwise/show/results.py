@@ -48,7 +48,7 @@ from headwise.wording import counted, number, quotient
 @singledispatch
 def print_result(table: Table[Any], console: Console, top: int) -> None:
     """Print the result of an analysis: the `top` rows of its table with the largest mean of the table's first
-    statistic. Functions that are registered for classes of tables replace this one where there is more to print.
+    statistic. This is the default; other functions are registered for classes of tables that need more output.
     """
     print_title(console, run_title(table))
     print_scores(table, console, table.statistics[0], top)
@@ -58,8 +58,9 @@ def print_scores(
     table: Table[Any], console: Console, statistic: str, top: int, *, no_effect: float | None = None
 ) -> None:
     """Print the `top` rows of a table with the largest mean of `statistic` (NaN last). If `no_effect` is given, print
-    those whose mean is farthest from it. Columns are the mean and standard error of every statistic, and the table's
-    summaries and tests. One more column is the distance of `statistic` from 0, or from `no_effect`, in standard errors.
+    the rows whose mean is farthest from `no_effect` instead. Columns are the mean and standard error of every
+    statistic, and the table's summaries and tests. One more column is the distance of `statistic` from 0, or from
+    `no_effect`, in standard errors.
     """
     summaries, tests = table.summaries(), table.tests()
 
@@ -87,8 +88,9 @@ def print_scores(
 
 @print_result.register
 def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int) -> None:
-    """Print the `top` heads or sets of heads without which the loss rises most. Print also in how many cases the loss
-    rises or falls significantly, unless the loss is a distance from the unchanged model, which cannot fall.
+    """Print the `top` heads or sets of heads without which the loss rises most. Print also the number of heads or sets
+    without which the loss rises significantly, and falls significantly. These numbers are left out if the loss is a
+    distance from the unchanged model, which cannot fall.
     """
     metadata: Any = ablation.metadata
     print_title(console, run_title(ablation))
@@ -152,8 +154,8 @@ def print_patching(table: Patching, console: Console, top: int, *, title: str) -
 
 @print_result.register
 def print_curve(curve: PruningCurve, console: Console) -> None:
-    """Print a pruning curve as a table with one row per number of removed heads. It has the loss for each order of
-    removal in a column, and the range of the loss over the random orders.
+    """Print a pruning curve as a table with one row per number of removed heads. One column for each order of removal
+    has the loss in this order. The last column has the range of the loss over the random orders.
     """
     print_title(console, run_title(curve))
     console.print(f"loss of the unchanged model: {curve.baseline.text()}")
@@ -189,8 +191,8 @@ def print_retrieval(table: Retrieval, console: Console, top: int) -> None:
 
 @print_result.register
 def print_sinks(table: SinkRate, console: Console, top: int) -> None:
-    """Print the `top` heads with the largest sink rates, and the rate of the model. The sink rate of a head is the
-    share of sequences in which its mean attention on the first token exceeds a threshold.
+    """Print the `top` heads with the largest sink rates, and the mean of the rates over all heads of the model. The
+    sink rate of a head is the share of sequences in which its mean attention on the first token exceeds a threshold.
     """
     measured: Any = table.metadata["measured"]
     settings: Any = table.metadata["settings"]
@@ -205,7 +207,8 @@ def print_sinks(table: SinkRate, console: Console, top: int) -> None:
 @print_result.register
 def print_name_movers(table: NameMovers, console: Console, top: int) -> None:
     """Print the `top` heads with the largest direct effects on the difference of two answers' logits. Print also the
-    heads that pass the tests for name movers and for negative name movers.
+    heads that pass the tests for name movers, which raise the logit of the name to which they attend, and for negative
+    name movers, which lower it.
     """
     measured: Any = table.metadata["measured"]
     logit = MeanEstimate(**measured["logit"]).text("z.3f")
@@ -222,9 +225,10 @@ def print_name_movers(table: NameMovers, console: Console, top: int) -> None:
 
 @print_result.register
 def print_dependencies(table: DependencyAccuracy, console: Console, top: int) -> None:
-    """Print how well heads attend from words to their syntactic governors or dependents. Each of the `top` heads is
-    shown in the relation that was selected for it, with its gain in accuracy over the best fixed offset. Print also the
-    number of heads with a significant gain.
+    """Print how accurately heads attend from words to their syntactic governors or dependents. Each of the `top` heads
+    is shown in one relation between words, the one that was selected for it. Its gain is its accuracy minus the
+    accuracy of the best fixed offset, such as the previous word. Print also the number of heads with a significant
+    gain.
     """
     measured, best = table.metadata["measured"], table.best()
     sentences, pairs = counted(measured["sequences"], "sentence"), counted(measured["pairs"], "pair")
@@ -255,10 +259,10 @@ def print_dependencies(table: DependencyAccuracy, console: Console, top: int) ->
 
 @print_result.register
 def print_norm_weighted(table: NormWeighted, console: Console, top: int, *, statistic: str) -> None:
-    """Print how norm-weighted attention differs from attention weights: weights are multiplied by the norms of the
-    projected value vectors. The `top` heads are those in which this moves the largest share of attention to other keys.
-    `statistic` is shown by norms, with its change. Print also how many heads have a preference for long vectors, or a
-    change, that differs significantly from 0.
+    """Print how norm-weighted attention (weights multiplied by the norms of the projected value vectors) differs from
+    attention weights. The `top` heads are those in which the largest share of attention is on other keys after this
+    multiplication. The columns have `statistic` of norm-weighted attention, and its difference from `statistic` of the
+    weights. Print also how many heads have a preference for long vectors, or a difference, that is significant.
     """
     print_title(console, run_title(table, head=len(table.rows)))
     change = statistic + CHANGE_SUFFIX
@@ -270,9 +274,9 @@ def print_norm_weighted(table: NormWeighted, console: Console, top: int, *, stat
 
 @print_result.register
 def print_rollout(table: Rollout, console: Console, top: int, *, statistic: str) -> None:
-    """Print the attention rollout (attention multiplied over layers) of each layer. Then print the `top` heads whose
-    value of `statistic` changes most from their own attention to the rollout, and the numbers of heads with a
-    significant change.
+    """Print the attention rollout (attention multiplied over layers) of each layer. Then print the `top` heads in which
+    `statistic` of the rollout differs most from `statistic` of the head's own attention. Print also in how many heads
+    this change is significant.
     """
     print_title(console, run_title(table, head=len(table.rows)))
     names = table.layers.statistics

@@ -33,8 +33,8 @@ def plan_records(plan: PruningPlan, metadata: Mapping[str, Any]) -> Records:
 
 
 def print_recipe(report: RecipeResult, console: Console) -> None:
-    """Print one line for each step of a model compression: the number of parameters, the loss on held-out text, and its
-    difference from the loss of the dense model.
+    """Print one line for each step of a model compression: the number of parameters, the loss on held-out text, and the
+    difference of this loss from the loss of the original model.
     """
     print_title(console, f"{report.model}: {report.loss} on {counted(report.documents, 'held-out document')}")
     loads = "plain transformers loads" if report.loader == "transformers" else "only headwise.load loads"

@@ -83,8 +83,8 @@ def means(row: Row, names: Iterable[str], form: str = "z.4f") -> list[str]:
 
 
 def significant(table: Table[Any], statistic: str) -> list[float]:
-    """Return the means of a statistic in some rows of a table: those in which a test found an effect, at a false
-    discovery rate of 5 %.
+    """Return the means of a statistic in those rows of a table in which the statistic differs significantly from the
+    value without an effect, at a false discovery rate of 5 %.
     """
     q = table.tests()[f"{statistic}_q"]
     return [

@@ -91,8 +91,9 @@ def print_views(views: ViewSet, console: Console) -> None:
 
 
 def print_foci(foci: Sequence[Focus], console: Console) -> None:
-    """Print results of `find`. For each set of words, print the heads with the largest excess of attention on them over
-    uniform attention, and the verdict. Add what the first of these heads attends to even more, if there is something.
+    """Print results of `find`. For each set of words, print the heads whose attention on the words exceeds uniform
+    attention most, and the verdict: which heads attend mainly to the words. If the first of these heads attends even
+    more to another word, name this word.
     """
     for focus in foci:
         console.print()

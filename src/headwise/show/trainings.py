@@ -74,8 +74,8 @@ MOST_NAMED = 5
 
 def print_history(history: History, limits: AlarmLimits, console: Console, changed: int) -> None:
     """Print the state of a training from its history of head statistics. For each statistic, print the smallest, the
-    median and the largest value of a head in the last observed step. Name the `changed` heads that changed most since
-    the first step. Then print the alarms of the last step by kind.
+    median and the largest value over all heads in the last observed step. Name the `changed` heads whose value changed
+    most since the first step. Then print the alarms of the last step by kind.
     """
     first, last = history.steps[0], history.steps[-1]
     rows = history.rows(last)
