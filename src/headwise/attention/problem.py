@@ -198,8 +198,8 @@ class Problem:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Interface of an attention backend, such as `fused`, `blockwise` or `reference`. A module or an object implements
-    it.
+    """Interface of an attention backend, such as `fused`, `blockwise` or `reference`. A backend is a module or an
+    object with these attributes.
     """
 
     @property

@@ -87,8 +87,9 @@ def run(problem: Problem) -> Answer:
 
 
 def finished(problem: Problem, out: Float[Tensor, "batch heads queries width"], lse: Tensor | None) -> Answer:
-    """Return the result of a problem from the output and log-sum-exp of a kernel. Attention sinks are included, if the
-    log-sum-exp is passed; padded features are removed; and the output is cast to the dtype of q.
+    """Return the result of an attention problem, given the output and the log-sum-exp of a kernel. If the log-sum-exp
+    is passed, attention sinks are included in both. Padded features of the output are removed, and it is cast to the
+    dtype of q.
     """
     if problem.sinks is not None and lse is not None:
         out, lse = reference.with_sinks(out, lse, problem.sinks)
@@ -162,8 +163,9 @@ def _needs_lse(problem: Problem) -> bool:
 
 
 def _has_few_keys(problem: Problem) -> bool:
-    """Return True if there are so few keys that torch's kernel on a CPU returns 0 for a row of NaN scores. With a mask
-    tensor, it returns NaN. Return False on other devices, in recorded programs, and if the number of keys is unknown.
+    """Return True if there are so few keys that torch's kernel on a CPU, called without a mask tensor, returns 0 for a
+    row of NaN scores; with a mask tensor, it returns NaN. Return False on other devices, in recorded programs, and if
+    the number of keys is unknown.
     """
     if problem.q.device.type != "cpu" or records_program():
         return False
@@ -275,8 +277,9 @@ class _FlashWithLseBackward(OnlyFirstDerivative):
 
 def mask_arguments(problem: Problem) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Bias | None, bool]:
     """Return a problem's mask and bias as the arguments `attn_mask` and `is_causal` of torch's attention. Without a
-    bias, `attn_mask` is boolean. With a bias, it is the bias, with -inf at hidden keys. It is None if there is neither,
-    or if `is_causal` replaces it.
+    bias, `attn_mask` is boolean. With a bias, `attn_mask` is the bias, set to -inf at hidden keys. With neither mask
+    nor bias, or if `is_causal` replaces the mask, `attn_mask` is None, except for few keys on a CPU: then all its
+    elements are True.
     """
     mask, bias, grid = problem.mask, problem.bias, problem.grid
     if uses_is_causal(problem):

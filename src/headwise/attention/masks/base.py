@@ -59,8 +59,8 @@ class Mask(ABC):
 
     def ranges(self, grid: Grid) -> Ranges | None:
         """Return the positions that each query attends to, as a few disjoint ranges, which may reach beyond the last
-        position. Kernels read ranges instead of a boolean matrix. Return None if the mask is not a few ranges, or if
-        they are unknown; the base class returns None.
+        position. Kernels read ranges instead of a boolean matrix. Return None if these positions are unknown, or cannot
+        be stated as a few ranges; the base class returns None.
         """
         return None
 
@@ -209,8 +209,8 @@ class OfParts(Mask):
         return sum(part.stored_values for part in self.parts)
 
     def natural_grid(self) -> Grid:
-        """Return a `Grid` with the largest sizes that the parts prescribe for the scores, on the first of their devices
-        that is not the CPU.
+        """Return a `Grid` with the largest sizes that the parts prescribe for the scores. Its device is the first
+        device of a part that is not the CPU; otherwise the CPU.
         """
         grids = [part.natural_grid() for part in self.parts]
         batch, heads, queries, keys = (

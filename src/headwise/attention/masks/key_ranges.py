@@ -69,8 +69,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
-    """Keys that each query attends to, in the form that kernels read: ranges of keys and further masks. A query attends
-    to a key if the key is in one of its ranges and all further masks allow it.
+    """Keys that each query attends to, in the form that kernels read: ranges of keys for each query, and further masks.
+    A query attends to a key if the key is in one of the query's ranges and all further masks allow it.
 
     Attributes:
         ranges: starts and stops, int32; None if the ranges exclude no key.
@@ -84,8 +84,8 @@ class VisibleKeys:
 
     @property
     def stores_matrix(self) -> bool:
-        """True if no boolean matrix has to be computed: all visible keys are stated as ranges, or the only further mask
-        stores its matrix.
+        """True if no boolean matrix has to be computed. That is the case if ranges state all visible keys, or if the
+        only further mask is stored as a matrix.
         """
         # torch cannot compile a truth test of a tuple.
         return len(self.others) == 0 or (len(self.others) == 1 and isinstance(self.others[0], Dense))
@@ -150,8 +150,8 @@ class VisibleKeys:
         return Part(rows, range(first, max(stop, first)))
 
     def evaluate(self, rows: range | None, columns: range | None = None) -> Matrix:
-        """Return the boolean matrix of the masks that are not stated as ranges, for some rows and columns. An axis that
-        `expand` would repeat has size 1.
+        """Return the boolean matrix of the masks that are not stated as ranges, for some rows and columns. An axis
+        along which this matrix repeats has size 1.
         """
         return reduce(torch.logical_and, (unexpanded(mask.block(self.grid, rows, columns)) for mask in self.others))
 
@@ -287,7 +287,7 @@ def _keys_at(positions: Range, run: Int[Tensor, "batch keys"]) -> Range:
 
 
 def unexpanded(matrix: Matrix) -> Matrix:
-    """Return a view of a matrix in which each axis that `expand` has repeated has size 1."""
+    """Return a view of a matrix in which each axis with a stride of 0, such as `expand` makes, has size 1."""
     for axis, stride in enumerate(matrix.stride()):
         if stride == 0 and matrix.shape[axis] > 1:
             matrix = matrix.narrow(axis, 0, 1)
@@ -311,8 +311,8 @@ ELEMENTS_AT_ONCE = 2**18
 
 
 class RunLengths(NamedTuple):
-    """Ranges of keys that each query attends to, read from a mask tensor: int32 starts and stops. If the mask cannot be
-    stated as ranges, they are None, and `reason` is a sentence that says why.
+    """Ranges of keys that each query attends to, read from a mask tensor: int32 first keys and stops. If the mask
+    cannot be stated as ranges, both are None, and `reason` is a sentence that says why.
     """
 
     ranges: Int[Tensor, "#batch #heads #queries ranges 2"] | None

@@ -595,8 +595,8 @@ class InRanges(Mask):
 
 
 def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] | None) -> Mask | None:
-    """Return the mask under which a query attends to the keys in its `ranges` at which `matrix` is True. None for
-    either argument stands for all keys; the result is None if both are.
+    """Return the mask under which a query attends to the keys in its `ranges` at which `matrix` is True. If one
+    argument is None, it excludes no key; if both are None, return None.
     """
     if ranges is None:
         return None if matrix is None else Dense(matrix)
@@ -605,8 +605,9 @@ def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] 
 
 @dataclass(frozen=True, eq=False)
 class InSequences(Mask):
-    """Mask of packed sequences: a query attends only to keys of its own sequence. A further mask may exclude some of
-    them by the positions within the sequence. A sequence may have another number of queries than of keys.
+    """Mask of packed sequences: a query attends only to keys of its own sequence. The attribute `mask` may exclude some
+    of these keys, by the positions of query and key within the sequence. In a sequence, the number of queries may
+    differ from the number of keys.
 
     Attributes:
         query_sequences: number of the sequence of each query.

@@ -242,8 +242,9 @@ ScoreRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def visibility_rule(visible: VisibleKeys) -> Rule:
-    """Return a mask as a function that FlexAttention compiles into its kernel. It returns True where a key is in one of
-    the query's ranges and all further masks allow it.
+    """Return a function that states the mask of an attention call: True where a query may attend to a key.
+    FlexAttention compiles the function into its kernel. `visible` has the mask as ranges of keys for each query and
+    further masks, which must all allow the key.
     """
     masks = [*([] if visible.ranges is None else [InRanges(visible.ranges)]), *visible.others]
     rules = [partial(on_device(mask, visible.grid.device).allows, visible.grid) for mask in masks]
@@ -260,8 +261,8 @@ def visibility_rule(visible: VisibleKeys) -> Rule:
 
 
 def on_device(mask: Mask, device: torch.device) -> Mask:
-    """Return a mask whose stored lengths and document ids are on a device. A kernel reads them there, and cannot copy
-    them.
+    """Return a mask whose stored lengths and document ids are on `device`, since a kernel reads them from there and
+    cannot copy them.
     """
     if isinstance(mask, OfParts):
         return mask.with_parts(lambda part: on_device(part, device))
@@ -383,9 +384,9 @@ def _blocks_of_ranges(ranges: KeyRanges, keys: int) -> tuple[Blocks, Blocks]:
 
 
 def _evaluated_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks] | None:
-    """Evaluate the masks that are not given as ranges. Return two boolean tensors with one element for each block of
-    the score matrix. The first is True where these masks allow some query-key pair, the second where they allow every
-    pair. Return None while compiling, or if evaluating the masks would take long.
+    """Evaluate those masks that are not stated as ranges of keys. Return two boolean tensors with one element for each
+    block of the score matrix. The first is True where the masks allow some query-key pair of the block, the second
+    where they allow every pair. Return None while compiling, or if evaluating the masks would take long.
     """
     grid = visible.grid
     first = visible.evaluate(range(min(2, grid.queries)))
