@@ -164,8 +164,9 @@ class RelativeBias(nn.Module):
 
 
 def _first_distances(exact: int, per_direction: int, max_distance: int, device: torch.device) -> Int[Tensor, " edges"]:
-    """Return the smallest distance of each bucket that contains several distances. The first such bucket, which begins
-    at `exact`, is left out. `per_direction` is the number of all buckets of distances in one direction.
+    """Return the smallest distance of each bucket that contains several distances. The first of these buckets, which
+    begins at `exact`, is left out. `per_direction` is the number of all buckets for keys before the query, or for keys
+    after it.
 
     Python computes them: exported programs contain them as constants, which no runtime rounds in another way. A
     distance at the edge of two buckets belongs to the farther one, however the power is rounded.

@@ -334,8 +334,8 @@ def _key_of(mask: Any) -> Hashable:
 
 
 def _parts(mask: Any) -> Iterator[Mask]:
-    """Iterate over the masks that the result of `_key_of` refers to: the parts of a mask made by `&` or `|`, otherwise
-    the mask itself.
+    """Iterate over the masks to which the result of `_key_of` has weak references: the parts of a mask made by `&` or
+    `|`, otherwise the mask itself.
     """
     if type(mask) in (And, Or):
         for part in mask.parts:

@@ -175,9 +175,9 @@ class YaRN:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, a
-        weighted mean of the two between. Also return the attention factor: `attention_factor`, or
-        0.1 ln(factor) + 1 if that is None.
+        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, and a
+        weighted mean of both frequencies for pairs between slow and fast. Also return the attention factor: the
+        attribute `attention_factor`, or 0.1 ln(factor) + 1 if that is None.
         """
         first, last = self._pair_with_turns(self.fast, theta, width), self._pair_with_turns(self.slow, theta, width)
         if self.truncate:
@@ -223,8 +223,8 @@ class Llama3:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, a
-        weighted mean of the two between. Also return the attention factor 1.0.
+        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, and a
+        weighted mean of both frequencies for pairs between slow and fast. Also return the attention factor 1.0.
         """
         base = base_frequencies(theta, width, device)
         turns = self.trained_length * base / math.tau

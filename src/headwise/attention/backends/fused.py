@@ -309,8 +309,8 @@ def mask_arguments(problem: Problem) -> tuple[Bool[Tensor, "#batch #heads querie
 def _as_rows(
     q: Float[Tensor, "batch heads queries width"], kv_heads: int, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return q and the mask. If there is one query, and several query heads share a key/value head, these heads become
-    the rows of one head. Torch then reads their keys only once.
+    """Return q and the mask for torch's attention. If there is one query, and several query heads share a key/value
+    head, these query heads become the query rows of one head. Torch then reads the keys that they share only once.
     """
     batch, heads, queries, width = q.shape
     if queries != 1 or heads == kv_heads:

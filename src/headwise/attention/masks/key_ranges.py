@@ -250,9 +250,9 @@ def _requires_positions(mask: Mask) -> bool:
 
 
 def _ascending_runs(positions: Int[Tensor, "batch keys"]) -> list[Int[Tensor, "batch keys"]] | None:
-    """Divide the keys that exist, at position 0 or above, into runs of adjacent keys whose positions ascend. Return a
-    tensor `(batch, keys)` for each run, which has the positions of its keys. So that each row ascends, keys before the
-    run get a negative number, and keys after it get `MAX_DISTANCE`. Return None if there are more than `MOST_RANGES`
+    """Divide the keys that exist, at position 0 or above, into runs of adjacent keys whose positions ascend. Return one
+    tensor `(batch, keys)` for each run, with the positions of the keys in the run. Keys before the run get a negative
+    number, and keys after it `MAX_DISTANCE`, so that each row ascends. Return None if there are more than `MOST_RANGES`
     runs, or if positions cannot be read.
     """
     if not has_readable_values(positions) or positions.shape[1] == 0:
@@ -275,8 +275,8 @@ def _ascending_runs(positions: Int[Tensor, "batch keys"]) -> list[Int[Tensor, "b
 
 
 def _keys_at(positions: Range, run: Int[Tensor, "batch keys"]) -> Range:
-    """Convert a range of positions to a range of keys: the keys of `run`, a tensor from `_ascending_runs`, whose
-    positions are in the range.
+    """Return the range of those keys of a run whose positions are in the range `positions`. The tensor `run` is a
+    result of `_ascending_runs`: the ascending positions of the keys.
     """
     start, stop = torch.broadcast_tensors(*positions)  # type: ignore[no-untyped-call]
     batch = max(len(start), len(run))

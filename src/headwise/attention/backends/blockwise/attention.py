@@ -259,8 +259,8 @@ def _empty_rows(
 
 
 def _row_sums(powers: Stacked) -> StackedColumn:
-    """Return the sum of each row of unnormalized weights, in float32 at least. A bfloat16 row is first reduced to
-    `PARTIAL_SUMS` partial sums in bfloat16, since converting all columns to float32 would be slower.
+    """Return the sum of each row of unnormalized weights, in float32 at least. To be faster than a conversion of all
+    columns to float32, a bfloat16 row is first reduced to `PARTIAL_SUMS` partial sums in bfloat16.
     """
     if powers.dtype in (torch.float32, torch.float64):
         return powers.sum(-1, keepdim=True)

@@ -149,8 +149,8 @@ class TileVisibility:
         return self.query_positions[..., None] - self.key_positions[:, None]
 
     def has_key_at_lag(self, lag: int) -> Bool[Tensor, "#batch 1 rows"]:
-        """Return True at each query row for which the key `lag` positions before the query exists, is not padding, and
-        belongs to the same document. A negative `lag` stands for positions after the query.
+        """Return a tensor that is True at query rows with a key `lag` positions before the query, which is not padding
+        and belongs to the query's document. A negative `lag` stands for positions after the query.
         """
         wanted = self.query_positions - lag
         if not self.grid.uses_default_positions:

@@ -220,8 +220,8 @@ class BFloat16Scores:
 
     @cached_property
     def _moments(self) -> tuple[RowColumn, RowColumn]:
-        """Predicted mean and standard deviation of each query's dot products with all keys, before the scale. They are
-        computed from a sample of at most 511 keys, as if the features of keys were independent.
+        """Predicted mean and standard deviation of each query's dot products with all keys, before the scale is
+        applied. Both are computed from a sample of at most 511 keys, as if the features of keys were independent.
         """
         sample = self._k[:, :, :: max(self._k.shape[2] // SAMPLE_KEYS, 1)].float()
         mean = sample.mean(2, keepdim=True)

@@ -367,9 +367,9 @@ def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:
 
 
 def _blocks_of_ranges(ranges: KeyRanges, keys: int) -> tuple[Blocks, Blocks]:
-    """Return two boolean tensors with one element for each block of the score matrix. The first is True where some
-    query may have a key of the block in its ranges. The second is True where one range contains the whole block for
-    every query.
+    """Return two boolean tensors with one element for each block of the score matrix. The first is True where the
+    ranges of some query may contain a key of the block. The second is True where, for some index r, range r of every
+    query contains the whole block.
     """
     key_blocks = -(-keys // BLOCK)
     block = torch.arange(key_blocks, device=ranges.device)
@@ -420,8 +420,8 @@ def _with_whole_blocks(
 def _ordered(
     blocks: Blocks,
 ) -> tuple[Int[Tensor, "#batch #heads row_blocks"], Int[Tensor, "#batch #heads row_blocks key_blocks"]]:
-    """Return, for each row of blocks, the number of blocks that are True, and the indices of all blocks in the row,
-    with the True ones first.
+    """Return two tensors for each row of blocks: the number of blocks that are True, and the indices of all blocks in
+    the row, first those of the True blocks.
     """
     numbers = blocks.to(torch.int8)
     return numbers.sum(-1, dtype=torch.int32), numbers.argsort(dim=-1, descending=True, stable=True).int()

@@ -123,8 +123,8 @@ def span_edges(
 def query_features(
     call: "Call", head: "Head", row: "tl.tensor", begin: "int", head_dim: tl.constexpr, features: tl.constexpr
 ) -> "tl.tensor":
-    """Return `features` features of each query row, starting at feature `begin`, as `(rows, features)`. Numbers of rows
-    and features that do not exist are 0.
+    """Return `features` features of each query row, starting at feature `begin`, as `(rows, features)`. Elements for
+    rows and features that do not exist are 0.
     """
     feature = begin + tl.arange(0, features)
     at = call.q + head.sequence * call.q_strides[0] + head.head * call.q_strides[1]
@@ -136,7 +136,7 @@ def query_features(
 def key_features(
     call: "Call", head: "Head", key: "tl.tensor", begin: "int", head_dim: tl.constexpr, features: tl.constexpr
 ) -> "tl.tensor":
-    """Return `features` features of each key, starting at feature `begin`, as `(keys, features)`. Numbers of keys and
+    """Return `features` features of each key, starting at feature `begin`, as `(keys, features)`. Elements for keys and
     features that do not exist are 0.
     """
     feature = begin + tl.arange(0, features)

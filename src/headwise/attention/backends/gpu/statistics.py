@@ -37,9 +37,9 @@ OUTPUTS_AT_ONCE = 2**21
 
 
 class Tiles(NamedTuple):
-    """Sizes of the work that one program (instance of a GPU kernel) does at a time: numbers of query rows, of keys, and
-    of features of a head. A head with more features is read in several steps. `warps` is the number of groups of 32
-    threads.
+    """Sizes of the work that one program (instance of a GPU kernel) does at a time: the number of query rows, of keys,
+    and of features of a head. A head with more features is read in several steps. `warps` is the number of groups of 32
+    threads in the program.
     """
 
     rows: int
