@@ -58,7 +58,9 @@ class ALiBi:
     def values(
         self, heads: int, query_positions: QueryPositions, key_positions: KeyPositions, dtype: torch.dtype
     ) -> Float[Tensor, "#batch heads queries keys"]:
-        """Return the bias of each head, query and key in `dtype`: minus the head's slope times their distance."""
+        """Return the bias of each head, query and key in `dtype`: minus the head's slope times the distance between
+        query and key.
+        """
         # bfloat16 represents only every other whole number above 256.
         compute_dtype = torch.promote_types(dtype, torch.float32)
         distances = _key_minus_query(query_positions, key_positions).abs()[:, None]  # (batch, 1, queries, keys)

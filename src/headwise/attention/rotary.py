@@ -52,8 +52,8 @@ def base_frequencies(
 
 
 def in_program(number: float, device: torch.device | None) -> float | Float[Tensor, ""]:
-    """Return `number` unchanged or, while torch exports a program, as a tensor: torch's ONNX exporter rounds Python
-    numbers to float32.
+    """Return `number` unchanged or, while torch exports a program, as a tensor. A Python number would be rounded to
+    float32 by torch's ONNX exporter.
     """
     if not torch.compiler.is_exporting():
         return number

@@ -254,7 +254,7 @@ class Combined(OfParts):
 
 
 class And(Combined):
-    """Mask `left & right`: a query attends to the keys that both parts allow."""
+    """Mask `left & right`: a query attends to the keys that both `left` and `right` allow."""
 
     def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
         left, right = allowed
@@ -275,7 +275,7 @@ class And(Combined):
 
 
 class Or(Combined):
-    """Mask `left | right`: a query attends to the keys that at least one part allows."""
+    """Mask `left | right`: a query attends to the keys that `left` or `right` or both allow."""
 
     def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
         left, right = allowed

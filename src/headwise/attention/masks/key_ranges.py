@@ -359,8 +359,8 @@ def run_lengths(mask: Tensor, dtype: torch.dtype | None = None) -> RunLengths:
 
 
 def _edges(visible: Bool[Tensor, "rows keys"]) -> Int[Tensor, "rows edges"] | None:
-    """Return, for each row, the starts and stops of its runs of True, filled up with zeros. Return None if a row has
-    more than `MOST_RANGES` runs.
+    """Return the starts and stops of the runs of True in each row, followed by zeros up to `2 * MOST_RANGES` numbers.
+    Return None if a row has more than `MOST_RANGES` runs.
     """
     padded = F.pad(visible, (1, 1))
     row, key = (padded[:, 1:] ^ padded[:, :-1]).nonzero(as_tuple=True)

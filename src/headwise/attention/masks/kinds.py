@@ -546,11 +546,15 @@ class MaskRule(Mask):
             raise InputError("mask_rule(rule)", expected=expected, got=tuple(allowed.shape)) from None
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the mask of sequence `index` alone. The rule still receives the index of that sequence, not 0."""
+        """Return the mask of sequence `index` alone. The function `rule` still receives `index` as the number of the
+        sequence, not 0.
+        """
         return MaskRule(self.rule, self.first_sequence + index, self.first_head)
 
     def for_head(self, index: int) -> Mask:
-        """Return the mask of head `index` alone. The rule still receives the index of that head, not 0."""
+        """Return the mask of head `index` alone. The function `rule` still receives `index` as the number of the head,
+        not 0.
+        """
         return MaskRule(self.rule, self.first_sequence, self.first_head + index)
 
     def __repr__(self) -> str:

@@ -444,7 +444,9 @@ def products(
 
 
 def select(tensor: Tensor, *slices: slice) -> Tensor:
-    """Return a tensor with its first axes sliced, one slice for each. Axes of size 1 broadcast and are not sliced."""
+    """Return a tensor whose first axes are cut by the given slices, one slice for each axis. Axes of size 1 broadcast
+    and are not cut.
+    """
     return tensor[tuple(slice(None) if size == 1 else part for size, part in zip(tensor.shape, slices, strict=False))]
 
 

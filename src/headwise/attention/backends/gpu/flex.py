@@ -314,8 +314,8 @@ Blocks = Bool[Tensor, "#batch #heads row_blocks key_blocks"]
 
 
 def block_mask_of(mask: Mask, grid: Grid) -> "BlockMask":
-    """Return FlexAttention's block mask for a mask: it lists the blocks of the score matrix to compute. The block mask
-    is cached if the mask is made of numbers alone and positions are the default, since all layers of a model share it.
+    """Return FlexAttention's block mask for a mask: it lists the blocks of the score matrix to compute. If the mask is
+    made of numbers alone and no positions are passed, the block mask is cached for the other layers of the model.
     """
     if not (mask.is_constant and grid.uses_default_positions and has_values(torch.empty(0, device=grid.device))):
         return _block_mask(mask, grid)

@@ -38,8 +38,8 @@ class Options(NamedTuple):
         return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias
 
     def with_dropout(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
-        """Return the result of `arguments`, followed by the arguments for dropout. Which weights are dropped depends
-        only on the seed and on the first row and column of the part.
+        """Return the result of the method `arguments`, followed by the arguments for dropout. The seed, and the first
+        row and column of the part, alone decide which weights are dropped.
         """
         dropout = self.dropout, self.seed, part.rows.start, part.columns.start
         return *self.arguments(part, ranges, matrix), *dropout
