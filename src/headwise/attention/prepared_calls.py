@@ -84,8 +84,8 @@ def signature(
     q: Any, k: Any, v: Any, mask: Any, bias: Any, scale: Any, return_weights: bool, backend: Any
 ) -> Hashable | None:
     """Return a hashable key of everything that preparing a call of `attend` depends on, such as sizes, mask and
-    options. Return None if the call is not one of the ordinary calls that can be prepared. All arguments of `attend`
-    that are not listed here must have their defaults. The dtypes of k and v are not in the key: the operators check
+    options. Return None if the call is not one of the ordinary calls that can be prepared. Arguments of `attend` that
+    this function does not have must be at their defaults. The dtypes of k and v are not in the key: the operators check
     them.
 
     The batch, and the number of keys, are part of the signature only with a mask that is evaluated, and for so few keys
@@ -177,7 +177,8 @@ def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> 
 
 def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) -> None:
     """Cache a prepared call for the signature `key` when the signature is seen for the second time. Later calls with
-    this signature are run by `run`. `mask` is the caller's mask; the mask of `problem` is None if it hides nothing.
+    this signature are computed by `run`. `mask` is the caller's mask. If it hides nothing, the mask of `problem` is
+    None.
     """
     try:
         known = _calls.get(key, False)
@@ -283,7 +284,7 @@ def _run_fused(
 
 def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
     """Return a function that computes an attention problem with the native kernels, and the number of mask elements
-    that it stores. Return None if the mask is so large that the problem is computed in parts.
+    that the function stores. Return None if the mask is so large that the problem is computed in parts.
     """
     visible = visible_keys(problem.mask, problem.grid)
     if visible.parts() is not None:
@@ -298,7 +299,8 @@ def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
 
 def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
     """Return a function that computes output and weights as the reference backend does, and the number of mask elements
-    that it stores. Return None if the dtype of the scores is not that of q, or if the mask hides all keys of some row.
+    that the function stores. Return None if the dtype of the scores is not that of q, or if the mask hides all keys of
+    some row.
     """
     if problem.q.dtype != problem.score_dtype:
         return None

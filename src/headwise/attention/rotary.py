@@ -464,8 +464,8 @@ def _rotated(
 
 
 def suits_native(x: Float[Tensor, "batch heads length head_dim"], positions: Int[Tensor, "#batch length"]) -> bool:
-    """Return True if the native operator can rotate `x` by these positions, and is likely faster than torch. This
-    requires few tokens on a CPU, and no gradient.
+    """Return True if the native operator can rotate `x` by `positions`, and is likely faster than torch. This requires
+    few tokens on a CPU, and no gradient.
     """
     return (
         makes_plain_tensors()  # first: while exporting, reading sizes would fix them

@@ -120,8 +120,8 @@ def _without_lse(
 def _with_lse(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Float[Tensor, "batch heads queries width"], PerRow]:
-    """Return the output and the log-sum-exp of torch's flash attention operator for the CPU, in float32 at least. In
-    half precision, the operator's exponentials have errors of up to 6e-5, and on CPU float32 is as fast.
+    """Return the output and the log-sum-exp of torch's flash attention operator for the CPU, computed in float32 at
+    least. In half precision, the operator would be no faster, and its exponentials would have errors of up to 6e-5.
     """
     q, k, v = (tensor.to(problem.score_dtype) for tensor in (q, k, v))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -135,8 +135,8 @@ def _with_lse(
 
 def uses_is_causal(problem: Problem) -> bool:
     """Return True if torch's flag `is_causal` can replace the mask of a problem. This requires a plain causal mask, as
-    many queries as keys, a positive scale and no bias. It is False for few keys on a CPU, where the kernel needs a mask
-    tensor.
+    many queries as keys, a positive scale and no bias. Return False for few keys on a CPU, where the kernel needs a
+    mask tensor.
 
     The flag aligns the first query with the first key. On CPU the kernel multiplies scores by the scale after it has
     set hidden ones to -inf, so a scale that is not positive in float32 would give NaN.

@@ -168,8 +168,8 @@ class Mask(ABC):
 
 
 def with_batch_and_heads(allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "#batch #heads #rows #columns"]:
-    """Return the boolean tensor that a mask has computed with four axes: axes that are missing at the front are added,
-    with size 1.
+    """Return a boolean tensor that a mask has computed, with the axes that are missing at its front added in size 1, so
+    that it has four axes.
     """
     return allowed[(None,) * (4 - allowed.ndim)]
 

@@ -32,8 +32,9 @@ from headwise.shapes import Bool, Int
 
 
 class ByPosition(Mask):
-    """Base class of masks that depend on the positions of query and key alone. They compare position -1, which marks
-    padding and empty slots of a cache, like any other. `attend` hides such keys by an additional mask, `HasPosition`.
+    """Base class of masks that depend on the positions of query and key alone. These masks treat position -1, which
+    marks padding and empty slots of a cache, like any other position. `attend` hides keys at position -1 by an
+    additional mask, `HasPosition`.
 
     Attributes:
         skips_positions: True if a query does not attend to all positions between its `edges`.
@@ -49,8 +50,8 @@ class ByPosition(Mask):
 
     def edges(self, position: Any) -> tuple[Any, Any] | None:
         """Return the first position that a query at `position` may attend to, and the one after the last. `position` is
-        a number or a tensor. Neither result is lower for a later query. Return None if they are unknown; the base class
-        returns None.
+        a number or a tensor. For a later query, neither result is lower. Return None if the two positions are unknown;
+        the base class returns None.
         """
         return None
 
@@ -563,8 +564,8 @@ class MaskRule(Mask):
 
 @dataclass(frozen=True, eq=False)
 class InRanges(Mask):
-    """Mask by which each query attends to the keys in its ranges. They are stored as a tensor of first keys and stops,
-    as in `key_ranges.VisibleKeys`.
+    """Mask by which each query attends to the keys in its ranges of keys. The ranges are stored as a tensor of first
+    keys and stops, as in `key_ranges.VisibleKeys`.
 
     Attributes:
         key_ranges: start and stop of each range; a range whose stop is not above its start has no key.

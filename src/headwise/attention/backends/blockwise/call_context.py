@@ -130,7 +130,7 @@ class TileVisibility:
 
     @cached_property
     def query_positions(self) -> Int[Tensor, "#batch rows"]:
-        """Position in its sequence of the query of each row of this tile of the score matrix."""
+        """Position of the query of each row of this tile (rectangle of the score matrix) in the query's sequence."""
         rows = self.tile.block.rows
         return self._of_tile(
             self.grid.query_position(torch.arange(rows.start, rows.stop, device=self.grid.device)[None])
@@ -292,7 +292,7 @@ class CallContext:
 
     @cached_property
     def is_repeat(self) -> Bool[Tensor, "batch keys"] | None:
-        """True at keys whose token id occurs earlier in the same sequence too; None if the token ids are unknown."""
+        """True at keys whose token id occurs earlier in the same sequence; None if the token ids are unknown."""
         ids = self.distinct_ids
         if ids is None:
             return None

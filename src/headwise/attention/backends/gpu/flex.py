@@ -275,7 +275,7 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
 
 def score_rule(problem: Problem) -> ScoreRule | None:
     """Return the function with which FlexAttention changes each score: it applies the scale of the head, the softcap
-    and the bias, as far as the problem has them. Return None if it has none of the three.
+    and the bias, as far as the problem has them. Return None if the problem has none of the three.
     """
     scale = problem.scale.flatten() if isinstance(problem.scale, Tensor) else None
     softcap, bias = problem.softcap, problem.bias

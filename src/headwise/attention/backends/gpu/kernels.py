@@ -380,8 +380,9 @@ def add_tile(
 
 @triton.jit
 def _single_keys(rows: "Rows", key: "tl.tensor", powers: "tl.tensor") -> "tuple[tl.tensor, ...]":
-    """Return, for each row, the unnormalized weights of four keys: the key at its own position, the previous, the next,
-    and the key of the first token. A weight is 0 if the key is not in the tile. Most tiles have none of these keys.
+    """Return, for each query row, the unnormalized weights of four keys: the key at the row's own position, the one
+    before it, the one after it, and the key of the first token. A weight is 0 if the key is not in the tile. Most tiles
+    have none of these keys.
     """
     own = tl.zeros_like(rows.position).to(tl.float32)
     previous, following, first = own, own, own

@@ -44,8 +44,8 @@ def why_no_derivative() -> str | None:
 
 
 def _why_not_tensors(problem: Problem) -> str | None:
-    """Return the reason that the native kernels cannot read the tensors of a problem: their device, their dtype, or a
-    trace or transform of torch. Return None if the kernels can.
+    """Return the reason that the native kernels cannot read the tensors of a problem (one attention call): their
+    device, their dtype, or that torch traces or transforms them. Return None if the kernels can read them.
     """
     if problem.q.device.type != "cpu":
         return f"the native kernels are for the CPU, and q is on {problem.q.device}"
