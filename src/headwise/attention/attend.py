@@ -215,14 +215,15 @@ def explain(
 
 def _choice(problem: Problem, backend: str | Backend | None) -> Choice:
     """Return a `Choice` (a backend and the reason for choosing it) for an attention problem, the tensors and options of
-    one call. It is the backend that the caller named or, if `backend` is None, the one that is expected to be fastest.
+    one call. If the caller named a backend, it is chosen; if `backend` is None, the backend that is expected to be
+    fastest is chosen.
     """
     return choose_fastest(problem) if backend is None else choose_named(backend_named(backend), problem)
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
-    """Return q, k and v, cast to the dtype of torch's autocast where autocast is on. Only float16, bfloat16 and float32
-    tensors are cast; all others are returned unchanged.
+    """Return the given tensors (q, k, v), cast to the dtype of torch's autocast if autocast is on for their device.
+    Only float16, bfloat16 and float32 tensors are cast; all others are returned unchanged.
     """
     dtype = autocast_dtype(tensors[0].device) if isinstance(tensors[0], Tensor) else None
     if dtype is None:
@@ -243,8 +244,8 @@ def backend_named(backend: str | Backend) -> Backend:
 
 
 def uniform_output(problem: Problem) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return each head's output under uniform attention: the mean of the values of all visible keys. An ablation that
-    replaces a head's output by it removes only the head's choice between keys.
+    """Return each head's output under uniform attention: the mean of the values of all visible keys. If this mean
+    replaces the head's output in an ablation, only the head's choice between keys is removed.
 
     A key is visible unless the mask or a bias of -inf hides it. Sinks, talking heads, gate and dropout are left out.
     """

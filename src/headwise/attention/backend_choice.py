@@ -67,8 +67,8 @@ FEW_QUERIES = 8
 
 
 class Candidate(NamedTuple):
-    """One backend that was considered for an attention problem (one call of `attend`): the reason that it cannot
-    compute the problem or, if costs were compared, its expected cost.
+    """One backend that was considered for an attention problem (one call of `attend`). It has the reason that the
+    backend cannot compute the problem or, if the costs of backends were compared, the expected cost of this backend.
 
     Attributes:
         name: name of the backend.
@@ -263,8 +263,8 @@ def _refusal(reasons: dict[str, str | None]) -> InputError:
 
 
 def _why_unplanned(problem: Problem) -> str | None:
-    """Return the reason to choose the backend `fused` at once, where comparing its cost with that of `blockwise` is
-    impossible or does not pay. Return None if the two costs are to be compared.
+    """Return the reason to choose the backend `fused` without comparing its expected cost with that of `blockwise`: the
+    comparison is impossible or not worthwhile. Return None if the two costs are to be compared.
     """
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)
     reason = None

@@ -58,7 +58,8 @@ class CacheUpdate(NamedTuple):
 
 
 class Cache(ABC):
-    """Base class of caches: keys and values (or latents) of the tokens that one layer has processed so far.
+    """Base class of caches: keys and values of the tokens that one layer has processed so far, or the latent vectors
+    from which both are computed.
 
     Attributes:
         mask: keys that the cache lets each query attend to, which the layer combines with its own mask; None for all.

@@ -52,8 +52,8 @@ def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
 
 def may_have_leaked(out: Tensor, k: Tensor, v: Tensor, *, to_gradients: bool) -> bool:
     """Return True if NaN or infinity in keys or values may have changed query rows that may not attend to them, in a
-    call on the CPU. For the output, that is the case if it contains NaN. With `to_gradients`, it is the case if any key
-    or value is not finite, since the backward pass multiplies more of these numbers by 0.
+    call on the CPU. This is possible if the output contains NaN. With `to_gradients`, it is possible if any key or
+    value is NaN or infinite, since the backward pass multiplies such numbers by 0 more often.
     """
     return not all_finite(k, v) if to_gradients else may_have_nan(out)
 
@@ -110,7 +110,7 @@ def _visible_to_rows(
 def _combine(
     result: Float[Tensor, "*axes"], clean: Float[Tensor, "*axes"], visible: Bool[Tensor, "..."]
 ) -> Float[Tensor, "*axes"]:
-    """Return `result` where `visible` is True, and elsewhere `clean`, which was computed without NaN and infinity. The
-    gradient is that of `clean` everywhere.
+    """Return `result` where `visible` is True. Elsewhere return `clean`, which was computed with zeros in place of NaN
+    and infinity. The gradient is that of `clean` everywhere.
     """
     return clean + torch.where(visible, (result - clean).detach(), 0.0)

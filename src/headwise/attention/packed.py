@@ -60,7 +60,8 @@ def real_lengths(
 def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the packed tokens `(tokens, width)` and the offsets `(sequences + 1,)` of jagged nested tensors, as two
     dictionaries by argument name ("x", "context", "value_context"). Arguments that are None are left out. Raise
-    `InputError` if context and value context have other lengths than each other, where these can be read.
+    `InputError` if context and value context have sequences of different lengths; lengths that cannot be read are not
+    compared.
     """
     inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     for name, tensor in inputs.items():

@@ -58,7 +58,9 @@ class ALiBi:
     def values(
         self, heads: int, query_positions: QueryPositions, key_positions: KeyPositions, dtype: torch.dtype
     ) -> Float[Tensor, "#batch heads queries keys"]:
-        """Return the bias of each head, query and key in `dtype`: minus the head's slope times their distance."""
+        """Return the bias of each head, query and key in `dtype`: minus the head's slope times the distance between
+        query and key.
+        """
         # bfloat16 represents only every other whole number above 256.
         compute_dtype = torch.promote_types(dtype, torch.float32)
         distances = _key_minus_query(query_positions, key_positions).abs()[:, None]  # (batch, 1, queries, keys)
@@ -164,8 +166,9 @@ class RelativeBias(nn.Module):
 
 
 def _first_distances(exact: int, per_direction: int, max_distance: int, device: torch.device) -> Int[Tensor, " edges"]:
-    """Return the smallest distance of each bucket that contains several distances. The first such bucket, which begins
-    at `exact`, is left out. `per_direction` is the number of all buckets of distances in one direction.
+    """Return the smallest distance of each bucket that contains several distances. The first of these buckets, which
+    begins at `exact`, is left out. `per_direction` is the number of all buckets for keys before the query, or for keys
+    after it.
 
     Python computes them: exported programs contain them as constants, which no runtime rounds in another way. A
     distance at the edge of two buckets belongs to the farther one, however the power is rounded.

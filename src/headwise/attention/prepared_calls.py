@@ -46,8 +46,8 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | tuple[Tensor, T
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCall:
-    """Cached preparation of a call of `attend`, with the chosen backend, the mask and the options. It can run on the q,
-    k, v and bias of any call with the same signature, such as the same sizes and options.
+    """Cached preparation of a call of `attend`, with the chosen backend, the mask and the options. It can compute any
+    later call that has the same signature (sizes, options and so on), with the q, k, v and bias of that call.
 
     Attributes:
         run: function that computes the output, or output and weights, as the chosen backend does.
@@ -84,8 +84,8 @@ def signature(
     q: Any, k: Any, v: Any, mask: Any, bias: Any, scale: Any, return_weights: bool, backend: Any
 ) -> Hashable | None:
     """Return a hashable key of everything that preparing a call of `attend` depends on, such as sizes, mask and
-    options. Return None if the call is not one of the ordinary calls that can be prepared. All arguments of `attend`
-    that are not listed here must have their defaults. The dtypes of k and v are not in the key: the operators check
+    options. Return None if the call is not one of the ordinary calls that can be prepared. Arguments of `attend` that
+    this function does not have must be at their defaults. The dtypes of k and v are not in the key: the operators check
     them.
 
     The batch, and the number of keys, are part of the signature only with a mask that is evaluated, and for so few keys
@@ -150,8 +150,9 @@ def signature(
 
 def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor] | None:
     """Run the prepared call that is cached for the signature `key`, and return its output, or output and weights.
-    Return None if there is none, if its operator refuses the tensors, or if its mask has changed. Also return None if
-    the results may be wrong because of NaN or infinity. `attend` then computes the call in the normal way.
+    Return None if no call is cached for `key`, if the operator refuses the tensors, or if the cached mask has changed.
+    Also return None if the results may be wrong because of NaN or infinity. After None, `attend` computes the call in
+    the normal way.
     """
     try:
         call = _calls.get(key)
@@ -176,7 +177,8 @@ def run(key: Hashable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> 
 
 def prepare(key: Hashable, mask: Mask | None, problem: Problem, choice: Choice) -> None:
     """Cache a prepared call for the signature `key` when the signature is seen for the second time. Later calls with
-    this signature are run by `run`. `mask` is the caller's mask; the mask of `problem` is None if it hides nothing.
+    this signature are computed by `run`. `mask` is the caller's mask. If it hides nothing, the mask of `problem` is
+    None.
     """
     try:
         known = _calls.get(key, False)
@@ -215,8 +217,8 @@ def clear() -> None:
 def _prepared(
     parts: tuple[Any, ...], tensors: tuple[Tensor, ...], problem: Problem, choice: Choice
 ) -> PreparedCall | None:
-    """Return the prepared call of an attention problem. Return None if its backend cannot be prepared for it, as where
-    the backend has to change q, k or v. Also return None if the mask has too many elements.
+    """Return a prepared call for an attention problem. Return None if the chosen backend has no prepared form of such a
+    call, as where it has to change q, k or v. Also return None if the mask has too many elements.
     """
     needs_gradient = problem.needs_grad
     # The prepared tensors serve later calls, which may save them for a backward pass.
@@ -243,7 +245,8 @@ def _prepared(
 
 def _fused(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
     """Return a function that computes an attention problem with torch's fused kernel, and the number of mask elements
-    that it stores. Return None if the kernel needs other tensors than q, k, v and the bias themselves.
+    that the function stores. Return None if the kernel cannot be called with q, k, v and the bias themselves, but only
+    with changed tensors.
     """
     is_grouped = problem.q.shape[1] != problem.k.shape[1]
     if problem.grid.queries == 1 and (is_grouped or problem.q.dtype == torch.bfloat16):
@@ -271,8 +274,8 @@ def _run_fused(
     bias: Tensor | None,
 ) -> Tensor:
     """Return the output of `F.scaled_dot_product_attention`, which is looked up at each call, since other code may have
-    replaced it. `matrix` is added to the scores. With a bias, `matrix` is boolean instead, and True where the bias
-    becomes -inf.
+    replaced it. Without a bias, `matrix` is passed as its mask. With a bias, `matrix` is boolean, and True where the
+    bias is replaced by -inf.
     """
     if bias is not None:
         matrix = bias if matrix is None else bias.masked_fill(matrix, -torch.inf)
@@ -281,7 +284,7 @@ def _run_fused(
 
 def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
     """Return a function that computes an attention problem with the native kernels, and the number of mask elements
-    that it stores. Return None if the mask is so large that the problem is computed in parts.
+    that the function stores. Return None if the mask is so large that the problem is computed in parts.
     """
     visible = visible_keys(problem.mask, problem.grid)
     if visible.parts() is not None:
@@ -296,7 +299,8 @@ def _native(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
 
 def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | None:
     """Return a function that computes output and weights as the reference backend does, and the number of mask elements
-    that it stores. Return None if the dtype of the scores is not that of q, or if the mask hides all keys of some row.
+    that the function stores. Return None if the dtype of the scores is not that of q, or if the mask hides all keys of
+    some row.
     """
     if problem.q.dtype != problem.score_dtype:
         return None
@@ -321,8 +325,8 @@ def _with_weights(problem: Problem, needs_gradient: bool) -> tuple[Run, int] | N
 
 
 def _key_of(mask: Any) -> Hashable:
-    """Return a hashable key that is equal for equal masks. It contains weak references, which compare the masks
-    themselves and cache their hashes.
+    """Return a hashable key that is equal for equal masks. It contains weak references, so it does not keep the masks
+    in memory. Weak references are compared by comparing the masks, and cache the hashes of the masks.
     """
     kind = type(mask)
     if kind is And or kind is Or:
@@ -332,8 +336,8 @@ def _key_of(mask: Any) -> Hashable:
 
 
 def _parts(mask: Any) -> Iterator[Mask]:
-    """Iterate over the masks that the result of `_key_of` refers to: the parts of a mask made by `&` or `|`, otherwise
-    the mask itself.
+    """Iterate over the masks to which the result of `_key_of` has weak references: the parts of a mask made by `&` or
+    `|`, otherwise the mask itself.
     """
     if type(mask) in (And, Or):
         for part in mask.parts:
@@ -343,8 +347,9 @@ def _parts(mask: Any) -> Iterator[Mask]:
 
 
 def _stored_tensors(mask: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors that a mask stores, which are copies that belong to the mask. Raise `TypeError` for
-    masks whose results may change in other ways: matrices of the caller, functions, and masks of other packages.
+    """Iterate over the tensors that a mask stores as its own copies; changes of such a tensor can be detected. Raise
+    `TypeError` for masks whose results may change unnoticed: matrices of the caller, functions, and masks of other
+    packages.
     """
     kind = type(mask)
     if kind in (And, Or, Not, PerHead):

@@ -105,14 +105,14 @@ class Problem:
         return torch.is_grad_enabled() and any(each.requires_grad for each in self.tensors)
 
     def without_dropout(self) -> "Problem":
-        """Return a copy of the problem without dropout. It requests the output alone, without log-sum-exp and
+        """Return a copy of the problem without dropout. The copy requests the output alone, without log-sum-exp and
         weights.
         """
         return replace(self, dropout=0.0, return_lse=False, return_weights=False)
 
     def with_uniform_weights(self) -> "Problem":
-        """Return a copy of the problem with equal weights on all visible keys, without gate and dropout. It requests
-        the output alone, without log-sum-exp and weights.
+        """Return a copy of the problem with equal weights on all visible keys, without gate and dropout. The copy
+        requests the output alone, without log-sum-exp and weights.
         """
         bias = self.bias
         if bias is not None:
@@ -198,8 +198,8 @@ class Problem:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Interface of an attention backend, such as `fused`, `blockwise` or `reference`. A module or an object implements
-    it.
+    """Interface of an attention backend, such as `fused`, `blockwise` or `reference`. A backend is a module or an
+    object with these attributes.
     """
 
     @property

@@ -44,14 +44,16 @@ Frequencies = tuple[Float[Tensor, " pairs"], float]
 def base_frequencies(
     theta: float | Float[Tensor, ""], width: int, device: torch.device | None = None
 ) -> Float[Tensor, " pairs"]:
-    """Return the unscaled frequency theta^(-2i / width) of pair i in radians per position (Su et al. 2021, eq. 15)."""
+    """Return the unscaled rotary frequency theta^(-2i / width) of each feature pair i, in radians per position (Su et
+    al. 2021, equation 15).
+    """
     exponents = torch.arange(0, -width, -2, dtype=most_precise_dtype(device), device=device) / width
     return theta**exponents
 
 
 def in_program(number: float, device: torch.device | None) -> float | Float[Tensor, ""]:
-    """Return `number` unchanged or, while torch exports a program, as a tensor: torch's ONNX exporter rounds Python
-    numbers to float32.
+    """Return `number` unchanged or, while torch exports a program, as a tensor. A Python number would be rounded to
+    float32 by torch's ONNX exporter.
     """
     if not torch.compiler.is_exporting():
         return number
@@ -136,8 +138,9 @@ class DynamicNTK:
 @dataclass(frozen=True)
 class YaRN:
     """YaRN scaling: frequencies of slow feature pairs are divided by `factor`, those of fast pairs stay unchanged. A
-    pair is slow or fast by the number of turns it makes over `trained_length` tokens. For pairs between slow and fast,
-    both frequencies are mixed along a straight line over the index of the pair (Peng et al. 2023, section 3.2).
+    pair is slow or fast by the number of turns it makes over `trained_length` tokens. Between slow and fast pairs, the
+    frequency is a weighted mean of the divided and the unchanged frequency, with a weight that is linear in the index
+    of the pair (Peng et al. 2023, section 3.2).
 
     The authors' code and all models trained with it use this line over pairs. Equation 18 of the paper has a line over
     the number of turns instead.
@@ -172,9 +175,9 @@ class YaRN:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, a
-        weighted mean of the two between. Also return the attention factor: `attention_factor`, or
-        0.1 ln(factor) + 1 if that is None.
+        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, and a
+        weighted mean of both frequencies for pairs between slow and fast. Also return the attention factor: the
+        attribute `attention_factor`, or 0.1 ln(factor) + 1 if that is None.
         """
         first, last = self._pair_with_turns(self.fast, theta, width), self._pair_with_turns(self.slow, theta, width)
         if self.truncate:
@@ -194,8 +197,9 @@ class YaRN:
 @dataclass(frozen=True)
 class Llama3:
     """Scaling of Llama 3.1: frequencies of slow feature pairs are divided by `factor`, those of fast ones stay
-    unchanged. A pair is slow or fast by the number of turns it makes over `trained_length` tokens. For pairs between
-    slow and fast, both frequencies are mixed along a straight line over the number of turns.
+    unchanged. A pair is slow or fast by the number of turns it makes over `trained_length` tokens. Between slow and
+    fast pairs, the frequency is a weighted mean of the divided and the unchanged frequency, with a weight that is
+    linear in the number of turns.
 
     Args:
         factor: divisor of the frequencies of slow pairs.
@@ -219,8 +223,8 @@ class Llama3:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, a
-        weighted mean of the two between. Also return the attention factor 1.0.
+        """Return the frequency of each feature pair: unchanged for fast pairs, divided by `factor` for slow ones, and a
+        weighted mean of both frequencies for pairs between slow and fast. Also return the attention factor 1.0.
         """
         base = base_frequencies(theta, width, device)
         turns = self.trained_length * base / math.tau
@@ -296,8 +300,8 @@ class Rotary:
         return self.scaling is not None and self.scaling.depends_on_length
 
     def check(self, features: int, name: str = "head_dim") -> None:
-        """Raise `InputError` if a head of `features` features cannot be rotated: if they are fewer than `width` or,
-        without a width, an odd number. `name` is the name of the argument in the message.
+        """Raise `InputError` if a head of `features` features cannot be rotated: if `features` is smaller than the
+        attribute `width` or, where `width` is None, odd. `name` is the name of the argument in the error message.
         """
         if self.width is None and features % 2:
             expected = "an even number, since Rotary rotates pairs of features"
@@ -363,8 +367,8 @@ class Rotary:
         length: TextLength = None,
     ) -> Angles:
         """Return the cosine and the signed sine of each feature's angle at each position, both multiplied by the
-        attention factor of the scaling. `apply_angles` rotates by them any tensor with the width and the positions of
-        `x`.
+        attention factor of the scaling. `apply_angles` uses them to rotate any tensor that has the width and the
+        positions of `x`.
         """
         self._check_input(x, positions)
         if self.depends_on_length and length is None:
@@ -407,8 +411,8 @@ class Rotary:
     def apply_angles(
         self, x: Float[Tensor, "batch heads length head_dim"], angles: Angles
     ) -> Float[Tensor, "batch heads length head_dim"]:
-        """Return queries or keys `x` rotated by `angles`, cosines and sines from the method `angles`. Features beyond
-        `width` stay unchanged.
+        """Return queries or keys `x` rotated by `angles`, the cosines and sines that the method `angles` returns.
+        Features with an index of `width` or above stay unchanged.
         """
         width = x.shape[3] if self.width is None else self.width
         # Autocast changes no dtype here, but under it torch.cat fails for some dtypes.
@@ -419,7 +423,7 @@ class Rotary:
 
     @property
     def _is_kept(self) -> bool:
-        """True if the rotary frequencies may be cached: they depend on the fields of this object alone, not on the
+        """True if the rotary frequencies may be cached: they depend only on the attributes of this object, not on the
         length of the text.
         """
         return type(self) is Rotary and type(self.scaling) in SCALINGS_BY_FIELDS
@@ -437,8 +441,8 @@ class Rotary:
 
 @lru_cache(maxsize=64)
 def _kept_frequencies(rotary: Rotary, width: int, device: torch.device) -> Frequencies:
-    """Return the cached rotary frequencies, in turns per position, and the attention factor. They are those of a
-    `Rotary` that does not depend on the length of the text. The result must not be changed in place.
+    """Return the cached rotary frequencies, in turns per position, and the attention factor of `rotary`, whose
+    frequencies do not depend on the length of the text. The result must not be changed in place.
     """
     with torch.inference_mode(False):
         return rotary._turns_per_position(width, None, device)
@@ -460,8 +464,8 @@ def _rotated(
 
 
 def suits_native(x: Float[Tensor, "batch heads length head_dim"], positions: Int[Tensor, "#batch length"]) -> bool:
-    """Return True if the native operator can rotate `x` by these positions, and is likely faster than torch. This
-    requires few tokens on a CPU, and no gradient.
+    """Return True if the native operator can rotate `x` by `positions`, and is likely faster than torch. This requires
+    few tokens on a CPU, and no gradient.
     """
     return (
         makes_plain_tensors()  # first: while exporting, reading sizes would fix them

@@ -87,8 +87,9 @@ def run(problem: Problem) -> Answer:
 
 
 def finished(problem: Problem, out: Float[Tensor, "batch heads queries width"], lse: Tensor | None) -> Answer:
-    """Return the result of a problem from the output and log-sum-exp of a kernel. Attention sinks are included, if the
-    log-sum-exp is passed; padded features are removed; and the output is cast to the dtype of q.
+    """Return the result of an attention problem, given the output and the log-sum-exp of a kernel. If the log-sum-exp
+    is passed, attention sinks are included in both. Padded features of the output are removed, and it is cast to the
+    dtype of q.
     """
     if problem.sinks is not None and lse is not None:
         out, lse = reference.with_sinks(out, lse, problem.sinks)
@@ -119,8 +120,8 @@ def _without_lse(
 def _with_lse(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Float[Tensor, "batch heads queries width"], PerRow]:
-    """Return the output and the log-sum-exp of torch's flash attention operator for the CPU, in float32 at least. In
-    half precision, the operator's exponentials have errors of up to 6e-5, and on CPU float32 is as fast.
+    """Return the output and the log-sum-exp of torch's flash attention operator for the CPU, computed in float32 at
+    least. In half precision, the operator would be no faster, and its exponentials would have errors of up to 6e-5.
     """
     q, k, v = (tensor.to(problem.score_dtype) for tensor in (q, k, v))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -134,8 +135,8 @@ def _with_lse(
 
 def uses_is_causal(problem: Problem) -> bool:
     """Return True if torch's flag `is_causal` can replace the mask of a problem. This requires a plain causal mask, as
-    many queries as keys, a positive scale and no bias. It is False for few keys on a CPU, where the kernel needs a mask
-    tensor.
+    many queries as keys, a positive scale and no bias. Return False for few keys on a CPU, where the kernel needs a
+    mask tensor.
 
     The flag aligns the first query with the first key. On CPU the kernel multiplies scores by the scale after it has
     set hidden ones to -inf, so a scale that is not positive in float32 would give NaN.
@@ -162,8 +163,9 @@ def _needs_lse(problem: Problem) -> bool:
 
 
 def _has_few_keys(problem: Problem) -> bool:
-    """Return True if there are so few keys that torch's kernel on a CPU returns 0 for a row of NaN scores. With a mask
-    tensor, it returns NaN. Return False on other devices, in recorded programs, and if the number of keys is unknown.
+    """Return True if there are so few keys that torch's kernel on a CPU, called without a mask tensor, returns 0 for a
+    row of NaN scores; with a mask tensor, it returns NaN. Return False on other devices, in recorded programs, and if
+    the number of keys is unknown.
     """
     if problem.q.device.type != "cpu" or records_program():
         return False
@@ -275,8 +277,9 @@ class _FlashWithLseBackward(OnlyFirstDerivative):
 
 def mask_arguments(problem: Problem) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Bias | None, bool]:
     """Return a problem's mask and bias as the arguments `attn_mask` and `is_causal` of torch's attention. Without a
-    bias, `attn_mask` is boolean. With a bias, it is the bias, with -inf at hidden keys. It is None if there is neither,
-    or if `is_causal` replaces it.
+    bias, `attn_mask` is boolean. With a bias, `attn_mask` is the bias, set to -inf at hidden keys. With neither mask
+    nor bias, or if `is_causal` replaces the mask, `attn_mask` is None, except for few keys on a CPU: then all its
+    elements are True.
     """
     mask, bias, grid = problem.mask, problem.bias, problem.grid
     if uses_is_causal(problem):
@@ -306,8 +309,8 @@ def mask_arguments(problem: Problem) -> tuple[Bool[Tensor, "#batch #heads querie
 def _as_rows(
     q: Float[Tensor, "batch heads queries width"], kv_heads: int, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return q and the mask. If there is one query, and several query heads share a key/value head, these heads become
-    the rows of one head. Torch then reads their keys only once.
+    """Return q and the mask for torch's attention. If there is one query, and several query heads share a key/value
+    head, these query heads become the query rows of one head. Torch then reads the keys that they share only once.
     """
     batch, heads, queries, width = q.shape
     if queries != 1 or heads == kv_heads:

@@ -84,9 +84,9 @@ class StatisticsCall(NamedTuple):
 
 
 def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the output, the log-sum-exp, and for each query row the numbers that `ROWS` names. Then return for each
-    key the sum of the weights on it, in units of `RECEIVED_UNIT`, and the number of rows that may attend to it. These
-    two include only the rows where `counted` is True.
+    """Return the output, the log-sum-exp, and for each query row the numbers that `ROWS` names. Then return two numbers
+    for each key: the sum of the weights on it, in units of `RECEIVED_UNIT`, and the number of rows that may attend to
+    it. The numbers of keys include only the rows where `counted` is True.
     """
     call = StatisticsCall(*arguments)
     batch, heads, queries, _ = call.q.shape
@@ -118,8 +118,9 @@ def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
 def output_norms(
     out: Float[Tensor, "batch heads rows value_dim"], gram: Float[Tensor, "heads value_dim value_dim"] | None
 ) -> Float[Tensor, "2 batch heads rows"]:
-    """Return two norms for each query row: of the head's output o, and of o after the head's slice of the output
-    projection. The second is the root of `o G o`, where G is the matrix `gram` of the head. It is 0 if `gram` is None.
+    """Return two norms for each query row: of the head's output o, and of o multiplied by the head's slice of the
+    output projection. The second is the square root of `o G o`, where G is the head's matrix in `gram`. The second is 0
+    if `gram` is None.
     """
     out = out.to(score_dtype(out))
     norms = out.norm(dim=-1)

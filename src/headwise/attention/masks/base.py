@@ -59,8 +59,8 @@ class Mask(ABC):
 
     def ranges(self, grid: Grid) -> Ranges | None:
         """Return the positions that each query attends to, as a few disjoint ranges, which may reach beyond the last
-        position. Kernels read ranges instead of a boolean matrix. Return None if the mask is not a few ranges, or if
-        they are unknown; the base class returns None.
+        position. Kernels read ranges instead of a boolean matrix. Return None if these positions are unknown, or cannot
+        be stated as a few ranges; the base class returns None.
         """
         return None
 
@@ -168,8 +168,8 @@ class Mask(ABC):
 
 
 def with_batch_and_heads(allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "#batch #heads #rows #columns"]:
-    """Return the boolean tensor that a mask has computed with four axes: axes that are missing at the front are added,
-    with size 1.
+    """Return a boolean tensor that a mask has computed, with the axes that are missing at its front added in size 1, so
+    that it has four axes.
     """
     return allowed[(None,) * (4 - allowed.ndim)]
 
@@ -209,8 +209,8 @@ class OfParts(Mask):
         return sum(part.stored_values for part in self.parts)
 
     def natural_grid(self) -> Grid:
-        """Return a `Grid` with the largest sizes that the parts prescribe for the scores, on the first of their devices
-        that is not the CPU.
+        """Return a `Grid` with the largest sizes that the parts prescribe for the scores. Its device is the first
+        device of a part that is not the CPU; otherwise the CPU.
         """
         grids = [part.natural_grid() for part in self.parts]
         batch, heads, queries, keys = (
@@ -254,7 +254,7 @@ class Combined(OfParts):
 
 
 class And(Combined):
-    """Mask `left & right`: a query attends to the keys that both parts allow."""
+    """Mask `left & right`: a query attends to the keys that both `left` and `right` allow."""
 
     def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
         left, right = allowed
@@ -275,7 +275,7 @@ class And(Combined):
 
 
 class Or(Combined):
-    """Mask `left | right`: a query attends to the keys that at least one part allows."""
+    """Mask `left | right`: a query attends to the keys that `left` or `right` or both allow."""
 
     def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
         left, right = allowed

@@ -210,7 +210,7 @@ def subtract(ranges: Ranges, removed: Ranges, grid: Grid) -> Ranges:
 
 
 def stack_heads(ranges: Sequence[Range]) -> Range:
-    """Return one range with a head axis, which joins the ranges of single heads."""
+    """Return one range that has an axis of heads, given one range for each head."""
     edges = [torch.broadcast_tensors(*each) for each in zip(*ranges, strict=True)]  # type: ignore[no-untyped-call]
     start, stop = (torch.cat(list(each), 1) for each in edges)
     return Range(*torch.broadcast_tensors(start, stop))  # type: ignore[no-untyped-call]

@@ -69,8 +69,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
-    """Keys that each query attends to, in the form that kernels read: ranges of keys and further masks. A query attends
-    to a key if the key is in one of its ranges and all further masks allow it.
+    """Keys that each query attends to, in the form that kernels read: ranges of keys for each query, and further masks.
+    A query attends to a key if the key is in one of the query's ranges and all further masks allow it.
 
     Attributes:
         ranges: starts and stops, int32; None if the ranges exclude no key.
@@ -84,8 +84,8 @@ class VisibleKeys:
 
     @property
     def stores_matrix(self) -> bool:
-        """True if no boolean matrix has to be computed: all visible keys are stated as ranges, or the only further mask
-        stores its matrix.
+        """True if no boolean matrix has to be computed. That is the case if ranges state all visible keys, or if the
+        only further mask is stored as a matrix.
         """
         # torch cannot compile a truth test of a tuple.
         return len(self.others) == 0 or (len(self.others) == 1 and isinstance(self.others[0], Dense))
@@ -150,8 +150,8 @@ class VisibleKeys:
         return Part(rows, range(first, max(stop, first)))
 
     def evaluate(self, rows: range | None, columns: range | None = None) -> Matrix:
-        """Return the boolean matrix of the masks that are not stated as ranges, for some rows and columns. An axis that
-        `expand` would repeat has size 1.
+        """Return the boolean matrix of the masks that are not stated as ranges, for some rows and columns. An axis
+        along which this matrix repeats has size 1.
         """
         return reduce(torch.logical_and, (unexpanded(mask.block(self.grid, rows, columns)) for mask in self.others))
 
@@ -250,9 +250,9 @@ def _requires_positions(mask: Mask) -> bool:
 
 
 def _ascending_runs(positions: Int[Tensor, "batch keys"]) -> list[Int[Tensor, "batch keys"]] | None:
-    """Divide the keys that exist, at position 0 or above, into runs of adjacent keys whose positions ascend. Return a
-    tensor `(batch, keys)` for each run, which has the positions of its keys. So that each row ascends, keys before the
-    run get a negative number, and keys after it get `MAX_DISTANCE`. Return None if there are more than `MOST_RANGES`
+    """Divide the keys that exist, at position 0 or above, into runs of adjacent keys whose positions ascend. Return one
+    tensor `(batch, keys)` for each run, with the positions of the keys in the run. Keys before the run get a negative
+    number, and keys after it `MAX_DISTANCE`, so that each row ascends. Return None if there are more than `MOST_RANGES`
     runs, or if positions cannot be read.
     """
     if not has_readable_values(positions) or positions.shape[1] == 0:
@@ -275,8 +275,8 @@ def _ascending_runs(positions: Int[Tensor, "batch keys"]) -> list[Int[Tensor, "b
 
 
 def _keys_at(positions: Range, run: Int[Tensor, "batch keys"]) -> Range:
-    """Convert a range of positions to a range of keys: the keys of `run`, a tensor from `_ascending_runs`, whose
-    positions are in the range.
+    """Return the range of those keys of a run whose positions are in the range `positions`. The tensor `run` is a
+    result of `_ascending_runs`: the ascending positions of the keys.
     """
     start, stop = torch.broadcast_tensors(*positions)  # type: ignore[no-untyped-call]
     batch = max(len(start), len(run))
@@ -287,7 +287,7 @@ def _keys_at(positions: Range, run: Int[Tensor, "batch keys"]) -> Range:
 
 
 def unexpanded(matrix: Matrix) -> Matrix:
-    """Return a view of a matrix in which each axis that `expand` has repeated has size 1."""
+    """Return a view of a matrix in which each axis with a stride of 0, such as `expand` makes, has size 1."""
     for axis, stride in enumerate(matrix.stride()):
         if stride == 0 and matrix.shape[axis] > 1:
             matrix = matrix.narrow(axis, 0, 1)
@@ -311,8 +311,8 @@ ELEMENTS_AT_ONCE = 2**18
 
 
 class RunLengths(NamedTuple):
-    """Ranges of keys that each query attends to, read from a mask tensor: int32 starts and stops. If the mask cannot be
-    stated as ranges, they are None, and `reason` is a sentence that says why.
+    """Ranges of keys that each query attends to, read from a mask tensor: int32 first keys and stops. If the mask
+    cannot be stated as ranges, both are None, and `reason` is a sentence that says why.
     """
 
     ranges: Int[Tensor, "#batch #heads #queries ranges 2"] | None
@@ -359,8 +359,8 @@ def run_lengths(mask: Tensor, dtype: torch.dtype | None = None) -> RunLengths:
 
 
 def _edges(visible: Bool[Tensor, "rows keys"]) -> Int[Tensor, "rows edges"] | None:
-    """Return, for each row, the starts and stops of its runs of True, filled up with zeros. Return None if a row has
-    more than `MOST_RANGES` runs.
+    """Return the starts and stops of the runs of True in each row, followed by zeros up to `2 * MOST_RANGES` numbers.
+    Return None if a row has more than `MOST_RANGES` runs.
     """
     padded = F.pad(visible, (1, 1))
     row, key = (padded[:, 1:] ^ padded[:, :-1]).nonzero(as_tuple=True)

@@ -32,8 +32,9 @@ from headwise.shapes import Bool, Int
 
 
 class ByPosition(Mask):
-    """Base class of masks that depend on the positions of query and key alone. They compare position -1, which marks
-    padding and empty slots of a cache, like any other. `attend` hides such keys by an additional mask, `HasPosition`.
+    """Base class of masks that depend on the positions of query and key alone. These masks treat position -1, which
+    marks padding and empty slots of a cache, like any other position. `attend` hides keys at position -1 by an
+    additional mask, `HasPosition`.
 
     Attributes:
         skips_positions: True if a query does not attend to all positions between its `edges`.
@@ -49,8 +50,8 @@ class ByPosition(Mask):
 
     def edges(self, position: Any) -> tuple[Any, Any] | None:
         """Return the first position that a query at `position` may attend to, and the one after the last. `position` is
-        a number or a tensor. Neither result is lower for a later query. Return None if they are unknown; the base class
-        returns None.
+        a number or a tensor. For a later query, neither result is lower. Return None if the two positions are unknown;
+        the base class returns None.
         """
         return None
 
@@ -546,11 +547,15 @@ class MaskRule(Mask):
             raise InputError("mask_rule(rule)", expected=expected, got=tuple(allowed.shape)) from None
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the mask of sequence `index` alone. The rule still receives the index of that sequence, not 0."""
+        """Return the mask of sequence `index` alone. The function `rule` still receives `index` as the number of the
+        sequence, not 0.
+        """
         return MaskRule(self.rule, self.first_sequence + index, self.first_head)
 
     def for_head(self, index: int) -> Mask:
-        """Return the mask of head `index` alone. The rule still receives the index of that head, not 0."""
+        """Return the mask of head `index` alone. The function `rule` still receives `index` as the number of the head,
+        not 0.
+        """
         return MaskRule(self.rule, self.first_sequence, self.first_head + index)
 
     def __repr__(self) -> str:
@@ -559,8 +564,8 @@ class MaskRule(Mask):
 
 @dataclass(frozen=True, eq=False)
 class InRanges(Mask):
-    """Mask by which each query attends to the keys in its ranges. They are stored as a tensor of first keys and stops,
-    as in `key_ranges.VisibleKeys`.
+    """Mask by which each query attends to the keys in its ranges of keys. The ranges are stored as a tensor of first
+    keys and stops, as in `key_ranges.VisibleKeys`.
 
     Attributes:
         key_ranges: start and stop of each range; a range whose stop is not above its start has no key.
@@ -595,8 +600,8 @@ class InRanges(Mask):
 
 
 def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] | None) -> Mask | None:
-    """Return the mask under which a query attends to the keys in its `ranges` at which `matrix` is True. None for
-    either argument stands for all keys; the result is None if both are.
+    """Return the mask under which a query attends to the keys in its `ranges` at which `matrix` is True. If one
+    argument is None, it excludes no key; if both are None, return None.
     """
     if ranges is None:
         return None if matrix is None else Dense(matrix)
@@ -605,8 +610,9 @@ def mask_of_keys(ranges: Int[Tensor, "..."] | None, matrix: Bool[Tensor, "..."] 
 
 @dataclass(frozen=True, eq=False)
 class InSequences(Mask):
-    """Mask of packed sequences: a query attends only to keys of its own sequence. A further mask may exclude some of
-    them by the positions within the sequence. A sequence may have another number of queries than of keys.
+    """Mask of packed sequences: a query attends only to keys of its own sequence. The attribute `mask` may exclude some
+    of these keys, by the positions of query and key within the sequence. In a sequence, the number of queries may
+    differ from the number of keys.
 
     Attributes:
         query_sequences: number of the sequence of each query.

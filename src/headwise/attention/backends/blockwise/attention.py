@@ -35,9 +35,9 @@ PARTIAL_SUMS = 64
 
 
 class Observation(NamedTuple):
-    """Function that observes one attention call, and the data of the call that it needs: tokens and padding, sizes and
-    positions, and values. The function is called with the weights of each tile (rectangle of the score matrix) while
-    these are in the CPU cache.
+    """Function that observes one attention call, and the data that this function receives: tokens and padding, sizes
+    and positions, and values. The function is called once for each tile (rectangle of the score matrix), while the
+    weights of the tile are in the CPU cache.
     """
 
     observer: Observer
@@ -47,8 +47,9 @@ class Observation(NamedTuple):
 
 
 class CallOptions(NamedTuple):
-    """Options of one blockwise attention call, which the forward and the backward pass both read. They are the blocks
-    of the score matrix to compute, scale, softcap, dropout with its seed, and the function that observes the weights.
+    """Options of one blockwise attention call, which the forward and the backward pass both read. They include the
+    blocks of the score matrix to compute, scale, softcap, dropout with its seed, and the function that observes the
+    weights.
 
     Attributes:
         bfloat16_scores: True for scores in bfloat16, False for scores in the dtype of q.
@@ -71,8 +72,8 @@ class CallOptions(NamedTuple):
         self, q: Tensor, k: Tensor, bias: Tensor | None, pool: Pool, shifts: RowColumn
     ) -> BFloat16Scores | Float32Scores:
         """Return the object that computes the scores of each tile (rectangle of the score matrix) and their gradient.
-        One number is subtracted from all scores of a row. The forward pass chooses it and writes it to `shifts`; the
-        backward pass reads it there.
+        From all scores of a query row, one number is subtracted, the shift of the row. The forward pass writes the
+        shifts to `shifts`; the backward pass reads them there.
         """
         if self.bfloat16_scores:
             return BFloat16Scores(q, k, self.scale, self.plan, pool, shifts)
@@ -80,8 +81,8 @@ class CallOptions(NamedTuple):
         return Float32Scores(q, k, bias, *options, pool, shifts, finds_uncapped=self.observation is not None)
 
     def tiles(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Tile]:
-        """Yield the tiles (rectangles of the score matrix) that are computed one after another, always in the same
-        order.
+        """Yield the tiles, the rectangles of the score matrix that are computed one after another. Their order is
+        always the same.
         """
         return iterate_tiles(self.plan, q, k, bias if self.bias_hides else None, self.threads)
 
@@ -98,18 +99,18 @@ class CallOptions(NamedTuple):
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """Differentiable attention that computes only the planned blocks of the score matrix, those with a visible key.
-    Each block is computed in tiles: some sequences and heads at a time, so that the scores fit the cache.
+    """Differentiable attention that computes only those blocks of the score matrix that contain a visible key. Each
+    block is computed in tiles, for some sequences and heads at a time, so that the scores of a tile fit the cache.
     """
 
     @staticmethod
     def forward(
         q: Queries, k: Keys, v: Values, bias: Bias | None, sinks: Float[Tensor, "heads 1"] | None, options: CallOptions
     ) -> tuple[Tensor | None, ...]:
-        """Return the output, the log-sum-exp of each query row (None with bfloat16 scores), and two numbers of each row
-        that the backward pass needs: its shift and its sum. The shift is subtracted from the row's scores; with
-        bfloat16 scores, it is subtracted before the scale is applied. The sum is that of 2^(shifted score) over the
-        keys and the head's sink logit, with scores divided by ln 2.
+        """Return the output, the log-sum-exp of each query row (None with bfloat16 scores), the shifts and the sums. A
+        shift is the number that is subtracted from the scores of a row, before the scale is applied if scores are
+        bfloat16. A sum is the divisor of a row's softmax: the sum of 2^(shifted score) over the keys and the head's
+        sink logit, where scores are divided by ln 2. The backward pass needs both.
         """
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -165,8 +166,9 @@ class BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save for the backward pass: the inputs, the output, the log-sum-exp, and the shift and the sum of each row's
-        scores.
+        """Save the tensors and options that the backward pass needs: the inputs, the output, the log-sum-exp, and two
+        numbers of each row. These are the shift, which is subtracted from the row's scores, and the divisor of the
+        row's softmax.
         """
         *tensors, ctx.options = inputs
         out, lse, shifts, sums = output
@@ -247,8 +249,8 @@ def _empty_rows(
     like: Float[Tensor, "batch heads length _"], width: int, plan: BlockwisePlan
 ) -> Float[Tensor, "batch heads length {width}"]:
     """Return a tensor for results, with the batch, heads and length of `like` and `width` features. In memory, the
-    heads of one position are adjacent, as output projections read them. The tensor is uninitialised, or 0 if the plan
-    leaves out some query rows.
+    heads of one position are adjacent, as output projections read them. If the blocks of `plan` do not cover all query
+    rows, the tensor is filled with 0, otherwise it is uninitialised.
     """
     batch, heads, length, _ = like.shape
     covers_all = all(sum(len(block.rows) for block in group.blocks) == length for group in plan)
@@ -257,8 +259,8 @@ def _empty_rows(
 
 
 def _row_sums(powers: Stacked) -> StackedColumn:
-    """Return the sum of each row of unnormalized weights, in float32 at least. A bfloat16 row is first reduced to
-    `PARTIAL_SUMS` partial sums in bfloat16, since converting all columns to float32 would be slower.
+    """Return the sum of each row of unnormalized weights, in float32 at least. To be faster than a conversion of all
+    columns to float32, a bfloat16 row is first reduced to `PARTIAL_SUMS` partial sums in bfloat16.
     """
     if powers.dtype in (torch.float32, torch.float64):
         return powers.sum(-1, keepdim=True)
@@ -311,8 +313,8 @@ def _add_products(
 def _keys_first(
     grad: Float[Tensor, "batch kv_heads width keys"], like: Float[Tensor, "batch kv_heads keys width"]
 ) -> Float[Tensor, "batch kv_heads keys width"]:
-    """Return a gradient with its last two axes exchanged, which gives it the axes of `like`, in the dtype of `like`. It
-    was computed with keys as the last axis.
+    """Return the gradient `grad`, whose last axis is the keys, with its last two axes exchanged. The result has the
+    axes and the dtype of `like`.
     """
     batch, heads, keys, width = like.shape
     return like.new_empty(batch, keys, heads, width).transpose(1, 2).copy_(grad.mT)

@@ -59,9 +59,9 @@ def run(
     call_context: CallContext | None = None,
 ) -> Answer:
     """Compute an attention problem in blocks of `rows` query rows, or in the blocks that `plan` lists. By default the
-    number of rows is chosen from the mask and the sizes. `observer` is called with each block's weights, and the
-    block's tensors are overwritten after it returns. If the weights are to be returned, or if there are no queries or
-    keys, the reference backend computes the result instead.
+    number of rows is chosen from the mask and the sizes. The function `observer` is called with the weights of each
+    block, in tensors that are overwritten after `observer` returns. If the weights are to be returned, or if there are
+    no queries or keys, the reference backend computes the result instead.
     """
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that blocks avoid
@@ -137,16 +137,16 @@ class Blockwise:
 
 def plan_blocks(problem: Problem, rows: int | None = None, most_rows: int = MOST_ROWS) -> BlockwisePlan:
     """Return the blocks of the score matrix that blockwise attention computes for a problem (one attention call). Each
-    block has `rows` query rows. By default their number is chosen from the mask and the sizes, up to `most_rows`.
+    block has `rows` query rows. By default the number of rows is chosen from the mask and the sizes, up to `most_rows`.
     """
     overhead = BFLOAT16_BLOCK_OVERHEAD if uses_bfloat16_scores(problem) else FLOAT32_BLOCK_OVERHEAD
     return plan_of(problem.mask, problem.grid, overhead, rows, most_rows)
 
 
 def uses_bfloat16_scores(problem: Problem) -> bool:
-    """Return True if blockwise attention computes the scores of a problem (one attention call) in bfloat16, unless an
-    observer reads them. This requires bfloat16 inputs on a CPU, and a positive scale. With a softcap, bias, sinks,
-    dropout or log-sum-exp, scores are in float32.
+    """Return True if blockwise attention computes the scores of a problem (one attention call) in bfloat16. This
+    requires bfloat16 inputs on a CPU, and a positive scale, and no softcap, bias, sinks, dropout or log-sum-exp. If an
+    observer of the weights is passed, scores are in float32 nevertheless.
 
     Scores in bfloat16 are checked by reading numbers, for which another device than a CPU would wait.
     """

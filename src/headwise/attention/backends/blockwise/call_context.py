@@ -26,8 +26,8 @@ CACHED_CELLS = 2**22
 @dataclass(frozen=True, eq=False)
 class TileVisibility:
     """Data about one tile (rectangle of the score matrix) that depend on mask, positions and tokens, not on scores.
-    They are the keys that each row may attend to, the rows that statistics include, positions, and numbers for each
-    key, such as its position. Each property is computed on first use.
+    They are the visible keys of each query row, the rows that statistics include, the positions of queries and keys,
+    and further numbers for each key. Each property is computed on first use.
 
     A key is visible to a row if the mask lets the row attend to it. A row counts in statistics if it is not padding
     and at least one key is visible to it.
@@ -100,8 +100,8 @@ class TileVisibility:
 
     @cached_property
     def is_backward_only(self) -> bool:
-        """True if no query row of the tile may attend to a key after the query's own position. Requires default
-        positions: none passed by the caller.
+        """True if no query row of the tile may attend to a key after the query's own position. The result is correct
+        only if the caller of attention passed no positions.
         """
         position = self.query_positions[0][:, None]
         first = int(position[0])
@@ -115,8 +115,9 @@ class TileVisibility:
 
     @cached_property
     def _allowed(self) -> list[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
-        """Ranges of key columns of the tile, each with a boolean mask of the keys that its rows may attend to (None:
-        all keys). This is the result of `Tile.visible_parts`, computed once.
+        """Ranges of key columns of the tile, each with a boolean mask: True where a query row of the tile may attend to
+        a key of the range. A mask of None stands for all keys. This is the result of `Tile.visible_parts`, computed
+        once.
         """
         return list(self.tile.visible_parts())
 
@@ -129,7 +130,7 @@ class TileVisibility:
 
     @cached_property
     def query_positions(self) -> Int[Tensor, "#batch rows"]:
-        """Position in its sequence of the query of each row of this tile of the score matrix."""
+        """Position of the query of each row of this tile (rectangle of the score matrix) in the query's sequence."""
         rows = self.tile.block.rows
         return self._of_tile(
             self.grid.query_position(torch.arange(rows.start, rows.stop, device=self.grid.device)[None])
@@ -137,7 +138,7 @@ class TileVisibility:
 
     @cached_property
     def key_positions(self) -> Int[Tensor, "#batch columns"]:
-        """Position of each column's key in its sequence."""
+        """Position of the key of each column of this tile (rectangle of the score matrix) in the key's sequence."""
         return self._of_tile(self.grid.key_position(self.key_indices[None]))
 
     @cached_property
@@ -148,8 +149,8 @@ class TileVisibility:
         return self.query_positions[..., None] - self.key_positions[:, None]
 
     def has_key_at_lag(self, lag: int) -> Bool[Tensor, "#batch 1 rows"]:
-        """Return True at each query row for which the key `lag` positions before the query exists, is not padding, and
-        belongs to the same document. A negative `lag` stands for positions after the query.
+        """Return a tensor that is True at query rows with a key `lag` positions before the query, which is not padding
+        and belongs to the query's document. A negative `lag` stands for positions after the query.
         """
         wanted = self.query_positions - lag
         if not self.grid.uses_default_positions:
@@ -180,9 +181,9 @@ class TileVisibility:
 
     @cached_property
     def first_key(self) -> Int[Tensor, "#batch #rows"]:
-        """Index of the key of the first token, one for each sequence or one for each query row; -1 where that token is
-        not among the keys. Unless `first_keys` is set, it is the key at position 0 or, with default positions, the
-        first key that is not padding.
+        """Index of the key of each sequence's first token, one number for each sequence or for each query row; -1 where
+        that token is not among the keys. If the attribute `first_keys` is None, the first token is the one at position
+        0 or, with default positions, the first that is not padding.
         """
         if self.first_keys is not None:
             rows = self.tile.block.rows
@@ -291,7 +292,7 @@ class CallContext:
 
     @cached_property
     def is_repeat(self) -> Bool[Tensor, "batch keys"] | None:
-        """True at keys whose token id occurs earlier in the same sequence too; None if the token ids are unknown."""
+        """True at keys whose token id occurs earlier in the same sequence; None if the token ids are unknown."""
         ids = self.distinct_ids
         if ids is None:
             return None
@@ -318,10 +319,9 @@ class CallContext:
     def copy_cells(
         self, sequence: int, positions: range, block: PlannedBlock, shift: int
     ) -> tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]:
-        """Return the query-key pairs of a block in which the key is `shift` tokens after an earlier occurrence of the
-        query's token. The first result has the flat index `row * columns + column` of each pair. The second has the
-        number of pairs before each row, then the number of all pairs. Up to `CACHED_CELLS` pairs are cached for later
-        layers.
+        """Find all query-key pairs of a block whose key is `shift` tokens after an earlier occurrence of the query's
+        token. Return the flat index `row * columns + column` of each pair, in order. Also return the number of pairs
+        before each row, followed by the number of all pairs. Up to `CACHED_CELLS` pairs are cached for later layers.
         """
         assert self.distinct_ids is not None
         key = (sequence, positions, tuple(block.spans), shift)

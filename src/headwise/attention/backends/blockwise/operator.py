@@ -46,8 +46,8 @@ def why_not_registered() -> str | None:
 
 @cache
 def _register() -> str | None:
-    """Register the operators at the first call, and return None, or the reason that it is not possible. Later calls
-    return the same result.
+    """Register the torch operators of blockwise attention at the first call. Return None, or the reason that they
+    cannot be registered. Later calls return the same result.
     """
     if library.load() is None:
         return "while compiling, its operator is that of the native kernels"
@@ -97,9 +97,10 @@ def _call_of(
     first_query: int = 0,
     _first_key: int = 0,
 ) -> tuple[Tensors, Tensor | None, CallOptions]:
-    """Convert the arguments of a torch operator to those of blockwise attention. Return the tensors q, k, v, bias and
-    sinks, with q, k and v in float32; the scale factors of single heads, which are multiplied into q, or None; and the
-    options. A part of a larger call begins at query `first_query`, and gets a dropout seed of its own.
+    """Convert the arguments of a torch operator to those of blockwise attention. Return q, k, v, bias and sinks, with
+    q, k and v in float32; the scale of each head, or None; and the options. A scale of each head is already multiplied
+    into q. If the call computes a part of a larger one, from query `first_query` on, its dropout seed differs from
+    those of the other parts.
     """
     batch, heads, queries, _ = q.shape
     grid = Grid(batch, heads, queries, k.shape[2], q.device)
@@ -126,8 +127,8 @@ def _call_of(
 
 
 def _attend_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the log-sum-exp, and two numbers of each row for the backward pass. These are its shift, which
-    is subtracted from its scores, and the inverse of its sum of 2^(shifted score).
+    """Return the output, the log-sum-exp, and two numbers of each query row for the backward pass. The first is the
+    shift, which is subtracted from the row's scores. The second is the inverse of the row's sum of 2^(shifted score).
     """
     tensors, _, options = _call_of(*arguments)
     results: Any = BlockwiseAttention.forward(*tensors, options)
@@ -164,8 +165,8 @@ def _gradients(
     needs_exact_output: bool,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and the bias, then the dot product of each row's output and the gradient of this
-    output, in float32. With `needs_exact_output`, an output in half precision is first computed again in float32:
-    otherwise the dot product has its rounding error.
+    output, in float32. With `needs_exact_output`, an output in half precision is first computed again in float32, so
+    that the dot product does not have the rounding error of half precision.
     """
     tensors, head_scale, options = _call_of(*arguments)
     if needs_exact_output and out.dtype != torch.float32:

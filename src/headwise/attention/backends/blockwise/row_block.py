@@ -61,7 +61,7 @@ class RowBlock:
 
     @property
     def rows(self) -> range:
-        """Range of the block's query rows, as indices into the queries of the call."""
+        """Range of the block's query rows, as indices into all queries of the attention call."""
         return self.tile.block.rows
 
     @property

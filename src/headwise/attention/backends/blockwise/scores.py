@@ -91,7 +91,8 @@ class Float32Scores:
 
     def score_gradient(self, tile: Tile, weights: Stacked, dropout_factors: Stacked | None) -> Stacked:
         """Return the gradient with respect to a tile's scaled products `scale * q k^T`, before any softcap. If the bias
-        needs a gradient, add the tile's part to it. `weights` are the tile's unnormalized weights 2^(score - shift).
+        needs a gradient, add the gradient of the tile's scores to the gradient of the bias. `weights` are the tile's
+        unnormalized weights 2^(score - shift).
         """
         grad = products("gradient", tile, tile.stack_rows(self._upstream), self._v.mT, 1.0, self.pool)
         if dropout_factors is not None:
@@ -152,9 +153,10 @@ SAMPLE_KEYS = 256
 
 
 class BFloat16Scores:
-    """Scores of blockwise attention in bfloat16, one tile (rectangle of the score matrix) at a time, with gradient.
-    Scores are divided by ln 2, so the unnormalized weight of a key is 2^score. Each row has one number, its shift, that
-    is subtracted from its scores, so that the largest of them are near zero, where bfloat16 is precise.
+    """Scores of blockwise attention in bfloat16, one tile (rectangle of the score matrix) at a time, and their
+    gradients in the backward pass. Scores are divided by ln 2, so the unnormalized weight of a key is 2^score. From the
+    scores of each row, one number is subtracted, the shift. It is chosen so that the row's largest scores are near
+    zero, where bfloat16 is precise.
 
     Attributes:
         largest_uncapped: None, since there is no softcap.
@@ -202,9 +204,9 @@ class BFloat16Scores:
         return self._product(tile, tile.stack_rows(self.q), shift, magnitude)
 
     def start_backward(self, v: Values, upstream: Outputs, delta: RowColumn, _: Tensor | None = None) -> None:
-        """Store the values and the upstream gradient, each with two additional features, so that their product is
-        `upstream v^T - delta`. The additional features of the values are 1; those of the upstream gradient add up to
-        `-delta`.
+        """Store two factors whose product is `upstream v^T - delta`: the values `v` and the upstream gradient
+        `upstream`, each with two additional features. The additional features of the values are 1; those of the
+        upstream gradient add up to `-delta`. `delta` is the number that the softmax's gradient subtracts in each row.
         """
         self._extended_upstream = extend_with_shift(upstream, delta)
         self._extended_values = extend_with_ones(v, self.plan)
@@ -218,8 +220,8 @@ class BFloat16Scores:
 
     @cached_property
     def _moments(self) -> tuple[RowColumn, RowColumn]:
-        """Predicted mean and standard deviation of each query's dot products with all keys, before the scale. They are
-        computed from a sample of at most 511 keys, as if the features of keys were independent.
+        """Predicted mean and standard deviation of each query's dot products with all keys, before the scale is
+        applied. Both are computed from a sample of at most 511 keys, as if the features of keys were independent.
         """
         sample = self._k[:, :, :: max(self._k.shape[2] // SAMPLE_KEYS, 1)].float()
         mean = sample.mean(2, keepdim=True)
@@ -238,14 +240,14 @@ class BFloat16Scores:
 
     @cached_property
     def _written_magnitude(self) -> float:
-        """Largest absolute value of the shifts that the forward pass wrote, in nats. It is cached, so it must not be
-        read before all shifts are written.
+        """Largest absolute value of the shifts (numbers that are subtracted from the scores of a row) that the forward
+        pass wrote, in nats. This property is cached, so it must not be read before all shifts are written.
         """
         return self._magnitude(self.shifts)
 
     def _magnitude(self, shift: Float[Tensor, "*axes 1"]) -> float:
-        """Return the largest absolute value of the given row shifts, in nats. Shifts are stored before the scale is
-        applied, so the value is multiplied by the scale.
+        """Return the largest absolute value of the given shifts (numbers that are subtracted from the scores of a row),
+        in nats. Shifts are subtracted before the scale is applied, so their largest value is multiplied by the scale.
         """
         lowest, highest = torch.aminmax(shift)
         return max(-float(lowest), float(highest)) * self.scale
@@ -253,9 +255,9 @@ class BFloat16Scores:
     def _product(
         self, tile: Tile, rows: Float[Tensor, "kv stacked head_dim"], shift: StackedColumn, magnitude: float
     ) -> Stacked:
-        """Return a tile's scores `(rows k^T - shift) * scale`, divided by ln 2. Two additional bfloat16 features of
-        `rows` subtract the shift within the product. If `magnitude`, the largest absolute shift in nats, is above 2^16
-        or NaN, the product is computed in float32 instead.
+        """Return a tile's scores `(rows k^T - shift) * scale`, divided by ln 2. Keys and `rows` have two additional
+        bfloat16 features, so that the matrix product subtracts the shift. If `magnitude`, the largest absolute shift in
+        nats, is above 2^16 or NaN, the scores are computed in float32 instead.
         """
         factor = self.scale * LOG2_E
         if magnitude <= LARGEST_SPLIT_SHIFT:
@@ -270,8 +272,8 @@ class BFloat16Scores:
 
 
 def _finite(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return a tensor with zeros in place of NaN and infinities, which arise where the predicted shift of a row
-    overflows.
+    """Return a tensor with zeros in place of NaN and infinities. These arise where the predicted shift of a row, the
+    number to subtract from its scores, overflows.
     """
     return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -279,8 +281,8 @@ def _finite(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def extend_with_ones(
     tensor: Float[Tensor, "*axes keys width"], plan: BlockwisePlan
 ) -> Float[Tensor, "*axes width_and_2 keys"]:
-    """Return keys or values with keys as the last axis and with two additional features of 1. In the product with rows
-    from `extend_with_shift`, these two features subtract a number from each row.
+    """Return keys or values with keys as the last axis and with two additional features of 1. In the product with
+    `rows` from `extend_with_shift`, these two features subtract a number from each row of the product.
 
     If the plan reads most keys, keys are adjacent in memory, which makes products faster; otherwise features are, since
     a part of the keys is then faster to copy.
@@ -298,9 +300,9 @@ def extend_with_ones(
 def extend_with_shift(
     rows: Float[Tensor, "*axes width"], shift: Float[Tensor, "*axes 1"]
 ) -> Float[Tensor, "*axes width_and_2"]:
-    """Return rows with two additional features whose sum is `-shift`: the negative shift rounded to the dtype of the
-    rows, and the remainder. In the product with keys from `extend_with_ones`, they subtract `shift` before the product
-    is rounded.
+    """Return `rows` with two additional features: `-shift` rounded to the dtype of `rows`, and the remainder, so that
+    their sum is `-shift`. In the product with keys from `extend_with_ones`, these features subtract `shift` before the
+    product is rounded.
     """
     if shift.dtype == rows.dtype:
         return torch.cat([rows, -shift, torch.zeros_like(shift)], -1)
@@ -309,9 +311,9 @@ def extend_with_shift(
 
 
 def _row_maximum(scores: Stacked) -> StackedColumn:
-    """Return the largest score of each row of a bfloat16 tensor, compared as 16-bit integers, which is eight times as
-    fast. Positive floats have the order of their bits. Negative floats are below them, in the opposite order of their
-    bits.
+    """Return the largest score of each row of a bfloat16 tensor. The bits of the scores are compared as 16-bit
+    integers, eight times as fast as floats. Positive floats have the order of these integers. Negative floats have the
+    opposite order, and are negative as integers too.
     """
     bits = scores.view(torch.int16)
     largest = bits.amax(-1, keepdim=True)

@@ -43,8 +43,8 @@ class KeyRange(NamedTuple):
 
 
 class PlannedBlock(NamedTuple):
-    """Block of the score matrix to compute: a range of query rows, and ranges of key columns. These contain, in order,
-    every key that any of the rows may attend to.
+    """Block of the score matrix to compute: a range of query rows, and ascending ranges of key columns. The ranges
+    contain every key that any of the rows may attend to.
     """
 
     rows: range
@@ -71,8 +71,8 @@ class PlannedBlock(NamedTuple):
 
 class MaskGroup(NamedTuple):
     """Adjacent sequences and adjacent heads that share one mask (None if it hides nothing), with the blocks of the
-    score matrix to compute for them. `grid` has the sizes and positions for which the mask is evaluated; it has one
-    sequence, or one head, where these are planned separately.
+    score matrix to compute for them. `grid` has the sizes and positions for which the mask is evaluated. If sequences
+    are planned separately, `grid` has one sequence; if heads are, it has one head.
     """
 
     sequences: range
@@ -88,9 +88,10 @@ BlockwisePlan = tuple[MaskGroup, ...]
 def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
-    """Return a plan: the blocks of the score matrix that contain a visible key, of `rows` query rows each. By default
-    `rows_of` chooses their number, up to `most_rows`. Sequences are planned together or separately, and so are heads,
-    whichever has the lowest cost. The cost is the number of scores, plus `overhead` for each block.
+    """Return a plan: the blocks of the score matrix that contain a visible key. Each block has `rows` query rows, by
+    default the number that `rows_of` returns, up to `most_rows`. Sequences are planned either together or separately,
+    and so are heads; the plan with the lowest cost is returned. The cost is the number of scores, plus `overhead` for
+    each block.
     """
     separations = [(False, False)]
     if mask is not None and grid.uses_default_positions:
@@ -117,7 +118,8 @@ def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> in
 
 def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list[KeyRange]:
     """Return the ranges of key `columns` that at least one of the query `rows` may attend to. A range with both visible
-    and hidden query-key pairs is halved, down to 64 columns. A range that still has both is marked as masked.
+    and hidden query-key pairs is halved, down to a width of 64 columns. If such a short range has both, it is marked as
+    masked.
     """
     if mask is None or not columns:
         return [KeyRange(columns, False)] if columns else []
@@ -136,25 +138,27 @@ def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list
 
 
 def _blocks_of(plan: BlockwisePlan) -> list[tuple[MaskGroup, PlannedBlock]]:
-    """Return every block of a plan, each with its group: the sequences and heads that share the block's mask."""
+    """Return every block of a plan (the blocks of the score matrix to compute). Each block is returned with its group:
+    the sequences and heads that share the block's mask.
+    """
     return [(group, block) for group in plan for block in group.blocks]
 
 
 def score_count(plan: BlockwisePlan) -> int:
-    """Return the number of scores (query-key products) that a plan computes, over all sequences and heads."""
+    """Return the number of scores (query-key products) in all blocks of a plan, over all sequences and heads."""
     return sum(len(group.sequences) * len(group.heads) * len(b.rows) * b.width for group, b in _blocks_of(plan))
 
 
 def reads_most_keys(plan: BlockwisePlan) -> bool:
-    """Return True if some block of a plan contains at least half of all keys. It is then faster to copy the keys to
-    another memory layout first.
+    """Return True if some block of a plan (the blocks of the score matrix to compute) contains at least half of all
+    keys. It is then faster to copy the keys to another memory layout first.
     """
     return any(2 * block.width >= group.grid.keys for group, block in _blocks_of(plan))
 
 
 def cost_of(plan: BlockwisePlan, overhead: int) -> int:
-    """Return the cost of computing the blocks of a plan: the number of scores, plus `overhead` for each block. The unit
-    is the cost of one score.
+    """Return the cost of a plan (the blocks of the score matrix to compute): the number of scores in the blocks, plus
+    `overhead` for each block. The unit is the cost of one score.
     """
     return score_count(plan) + overhead * len(_blocks_of(plan))
 
@@ -211,8 +215,8 @@ TILE_BYTES = 2**22
 
 class Ceiling(NamedTuple):
     """Upper bounds of the scores in some columns of a block (rectangle of the score matrix), starting at column
-    `offset`. The minimum of score and bound hides keys: the score of a visible key is unchanged, and that of a hidden
-    key becomes so low that the weight is 0. In a row without any visible key, the bounds are 0.
+    `offset`. A score above its bound is lowered to the bound. The bounds of visible keys change no score; those of
+    hidden keys are so low that the weight becomes 0. In a row without any visible key, the bounds are 0.
 
     A bound is infinite where a key is visible, and `score_of_hidden_key` where it is hidden. It is 0 in a row without
     any visible key: the difference of two infinities would be NaN, so such a row gets weights, which an infinite sum
@@ -225,7 +229,7 @@ class Ceiling(NamedTuple):
 
 class Tile(NamedTuple):
     """Rectangle of the score matrix that is computed at once: query rows, key columns, some sequences and some heads.
-    It carries upper bounds of scores (`ceilings`), which lower the scores of keys that the mask forbids.
+    It includes upper bounds (`ceilings`) to which the scores of hidden keys are lowered.
 
     Attributes:
         block: the query rows and the key columns.
@@ -291,8 +295,8 @@ class Tile(NamedTuple):
     def select_keys(
         self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range
     ) -> Float[Tensor, "kv keys width"]:
-        """Return the range `keys` of the keys in a tensor such as k or v, for the tile's sequences and key/value heads.
-        These two axes are joined to one.
+        """Return the keys in the range `keys` from a tensor such as k or v, for the tile's sequences and key/value
+        heads. The axes of sequences and of key/value heads are joined to one.
         """
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 
@@ -354,8 +358,9 @@ def threads_of(dropout: float) -> int:
 def iterate_tiles(
     plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None, threads: int
 ) -> Iterator[Tile]:
-    """Yield every tile (rectangle of the score matrix that is computed at once) of a plan, always in the same order. A
-    tile hides the keys that the mask hides, and those at which `hiding_bias` is -inf.
+    """Yield every tile of a plan, always in the same order. The plan lists the blocks of the score matrix to compute; a
+    tile is a part of a block that is computed at once. A tile hides the keys that the mask hides, and those at which
+    `hiding_bias` is -inf.
     """
     cache: dict[Any, tuple[list[Ceiling], Tensor | None]] = {}
     for group, block in _blocks_of(plan):
@@ -426,8 +431,8 @@ def products(
     factor: float,
     pool: Pool,
 ) -> Stacked:
-    """Return `factor * rows @ right` for the keys of a tile, written to the buffer `name` of `pool`. Results are
-    rounded after they are multiplied by `factor`.
+    """Return `factor * rows @ right`, where only the tile's keys of `right` are used. The result is written to the
+    buffer `name` of `pool`, and is rounded only after it is multiplied by `factor`.
     """
     result = pool.buffer(name, tile, rows)
     for keys, span in tile.spans(result):
@@ -439,7 +444,9 @@ def products(
 
 
 def select(tensor: Tensor, *slices: slice) -> Tensor:
-    """Return a tensor with its first axes sliced, one slice for each. Axes of size 1 broadcast and are not sliced."""
+    """Return a tensor whose first axes are cut by the given slices, one slice for each axis. Axes of size 1 broadcast
+    and are not cut.
+    """
     return tensor[tuple(slice(None) if size == 1 else part for size, part in zip(tensor.shape, slices, strict=False))]
 
 

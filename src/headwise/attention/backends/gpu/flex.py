@@ -242,8 +242,9 @@ ScoreRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def visibility_rule(visible: VisibleKeys) -> Rule:
-    """Return a mask as a function that FlexAttention compiles into its kernel. It returns True where a key is in one of
-    the query's ranges and all further masks allow it.
+    """Return a function that states the mask of an attention call: True where a query may attend to a key.
+    FlexAttention compiles the function into its kernel. `visible` has the mask as ranges of keys for each query and
+    further masks, which must all allow the key.
     """
     masks = [*([] if visible.ranges is None else [InRanges(visible.ranges)]), *visible.others]
     rules = [partial(on_device(mask, visible.grid.device).allows, visible.grid) for mask in masks]
@@ -260,8 +261,8 @@ def visibility_rule(visible: VisibleKeys) -> Rule:
 
 
 def on_device(mask: Mask, device: torch.device) -> Mask:
-    """Return a mask whose stored lengths and document ids are on a device. A kernel reads them there, and cannot copy
-    them.
+    """Return a mask whose stored lengths and document ids are on `device`, since a kernel reads them from there and
+    cannot copy them.
     """
     if isinstance(mask, OfParts):
         return mask.with_parts(lambda part: on_device(part, device))
@@ -274,7 +275,7 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
 
 def score_rule(problem: Problem) -> ScoreRule | None:
     """Return the function with which FlexAttention changes each score: it applies the scale of the head, the softcap
-    and the bias, as far as the problem has them. Return None if it has none of the three.
+    and the bias, as far as the problem has them. Return None if the problem has none of the three.
     """
     scale = problem.scale.flatten() if isinstance(problem.scale, Tensor) else None
     softcap, bias = problem.softcap, problem.bias
@@ -313,8 +314,8 @@ Blocks = Bool[Tensor, "#batch #heads row_blocks key_blocks"]
 
 
 def block_mask_of(mask: Mask, grid: Grid) -> "BlockMask":
-    """Return FlexAttention's block mask for a mask: it lists the blocks of the score matrix to compute. The block mask
-    is cached if the mask is made of numbers alone and positions are the default, since all layers of a model share it.
+    """Return FlexAttention's block mask for a mask: it lists the blocks of the score matrix to compute. If the mask is
+    made of numbers alone and no positions are passed, the block mask is cached for the other layers of the model.
     """
     if not (mask.is_constant and grid.uses_default_positions and has_values(torch.empty(0, device=grid.device))):
         return _block_mask(mask, grid)
@@ -366,9 +367,9 @@ def visible_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks]:
 
 
 def _blocks_of_ranges(ranges: KeyRanges, keys: int) -> tuple[Blocks, Blocks]:
-    """Return two boolean tensors with one element for each block of the score matrix. The first is True where some
-    query may have a key of the block in its ranges. The second is True where one range contains the whole block for
-    every query.
+    """Return two boolean tensors with one element for each block of the score matrix. The first is True where the
+    ranges of some query may contain a key of the block. The second is True where, for some index r, range r of every
+    query contains the whole block.
     """
     key_blocks = -(-keys // BLOCK)
     block = torch.arange(key_blocks, device=ranges.device)
@@ -383,9 +384,9 @@ def _blocks_of_ranges(ranges: KeyRanges, keys: int) -> tuple[Blocks, Blocks]:
 
 
 def _evaluated_blocks(visible: VisibleKeys) -> tuple[Blocks, Blocks] | None:
-    """Evaluate the masks that are not given as ranges. Return two boolean tensors with one element for each block of
-    the score matrix. The first is True where these masks allow some query-key pair, the second where they allow every
-    pair. Return None while compiling, or if evaluating the masks would take long.
+    """Evaluate those masks that are not stated as ranges of keys. Return two boolean tensors with one element for each
+    block of the score matrix. The first is True where the masks allow some query-key pair of the block, the second
+    where they allow every pair. Return None while compiling, or if evaluating the masks would take long.
     """
     grid = visible.grid
     first = visible.evaluate(range(min(2, grid.queries)))
@@ -419,8 +420,8 @@ def _with_whole_blocks(
 def _ordered(
     blocks: Blocks,
 ) -> tuple[Int[Tensor, "#batch #heads row_blocks"], Int[Tensor, "#batch #heads row_blocks key_blocks"]]:
-    """Return, for each row of blocks, the number of blocks that are True, and the indices of all blocks in the row,
-    with the True ones first.
+    """Return two tensors for each row of blocks: the number of blocks that are True, and the indices of all blocks in
+    the row, first those of the True blocks.
     """
     numbers = blocks.to(torch.int8)
     return numbers.sum(-1, dtype=torch.int32), numbers.argsort(dim=-1, descending=True, stable=True).int()

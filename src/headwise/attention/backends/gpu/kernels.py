@@ -80,8 +80,9 @@ class Head(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Blocks of keys (or of query rows) that each program, an instance of a kernel, reads. They are stored as spans:
-    ranges of adjacent blocks, from the first to before the stop. A span may be empty.
+    """Blocks of keys (or of query rows) that each program, an instance of a kernel, reads. They are stored as spans,
+    which are ranges of adjacent blocks. A span is stored as its first block and the block before which it stops, and
+    may be empty.
 
     Attributes:
         edges: first and stop of each span, `(batch or 1, heads or 1, programs, spans, 2)`; None for all blocks.
@@ -122,8 +123,8 @@ def span_edges(
 def query_features(
     call: "Call", head: "Head", row: "tl.tensor", begin: "int", head_dim: tl.constexpr, features: tl.constexpr
 ) -> "tl.tensor":
-    """Return `features` features of each query row, starting at feature `begin`, as `(rows, features)`. Numbers of rows
-    and features that do not exist are 0.
+    """Return `features` features of each query row, starting at feature `begin`, as `(rows, features)`. Elements for
+    rows and features that do not exist are 0.
     """
     feature = begin + tl.arange(0, features)
     at = call.q + head.sequence * call.q_strides[0] + head.head * call.q_strides[1]
@@ -135,7 +136,7 @@ def query_features(
 def key_features(
     call: "Call", head: "Head", key: "tl.tensor", begin: "int", head_dim: tl.constexpr, features: tl.constexpr
 ) -> "tl.tensor":
-    """Return `features` features of each key, starting at feature `begin`, as `(keys, features)`. Numbers of keys and
+    """Return `features` features of each key, starting at feature `begin`, as `(keys, features)`. Elements for keys and
     features that do not exist are 0.
     """
     feature = begin + tl.arange(0, features)
@@ -172,8 +173,8 @@ def tile_products(
 
 @triton.jit
 def is_visible(call: "Call", head: "Head", row: "tl.tensor", key: "tl.tensor", ranges: tl.constexpr) -> "tl.tensor":
-    """Return True where a query row may attend to a key: the key is in one of the row's ranges, and the dense mask
-    allows it. `row` and `key` are indices that broadcast.
+    """Return True where a query row may attend to a key: the key is in one of the row's ranges of keys, and the dense
+    mask, a boolean matrix, allows it. `row` and `key` are tensors of indices that broadcast.
     """
     visible = (row < call.queries) & (key >= 0) & (key < call.keys)
     if call.ranges is not None:
@@ -268,8 +269,9 @@ class Tokens(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Query rows of one program (instance of a kernel), with four numbers each. They are its index, the index of the
-    key at its position, the index of the key of the first token, and the number of its token (0 if unknown).
+    """Query rows of one program (instance of a kernel), with four numbers for each row: the row's index, the index of
+    the key at the row's position, the index of the key of the first token, and a number that is equal for equal tokens
+    (0 if unknown).
     """
 
     row: Any
@@ -332,8 +334,8 @@ def add_tile(
     products: "tl.tensor",
     ranges: tl.constexpr,
 ) -> "RowSums":
-    """Return the sums of each query row with a tile, a block of further keys, added. If the tile has a larger score
-    than the keys before, the earlier sums are rescaled to it.
+    """Return the sums of each query row with a tile, a block of further keys, added. Sums are relative to the largest
+    score of the row so far. If the tile has a larger score, the earlier sums are first rescaled to this score.
     """
     row, column = rows.row[:, None], key[None, :]
     visible = is_visible(call, head, row, column, ranges)
@@ -378,8 +380,9 @@ def add_tile(
 
 @triton.jit
 def _single_keys(rows: "Rows", key: "tl.tensor", powers: "tl.tensor") -> "tuple[tl.tensor, ...]":
-    """Return, for each row, the unnormalized weights of four keys: the key at its own position, the previous, the next,
-    and the key of the first token. A weight is 0 if the key is not in the tile. Most tiles have none of these keys.
+    """Return, for each query row, the unnormalized weights of four keys: the key at the row's own position, the one
+    before it, the one after it, and the key of the first token. A weight is 0 if the key is not in the tile. Most tiles
+    have none of these keys.
     """
     own = tl.zeros_like(rows.position).to(tl.float32)
     previous, following, first = own, own, own
@@ -453,9 +456,9 @@ MAX_LOGIT, UNCAPPED, VISIBLE = (
 
 
 class Results(NamedTuple):
-    """Tensors that the kernel writes for each query row: the log-sum-exp, `(batch, heads, queries)`, and the statistics
-    in the order of `plain_statistics.ROWS`, `(numbers, batch, heads, queries)`. `plane` is the number of rows of all
-    heads and sequences, the stride of the first axis of the statistics.
+    """Tensors that the kernel writes: the log-sum-exp of each query row, `(batch, heads, queries)`, and the statistics
+    of each row in the order of `plain_statistics.ROWS`, `(numbers, batch, heads, queries)`. `plane` is batch x heads x
+    queries, the stride of the first axis of the statistics.
     """
 
     lse: Any
@@ -464,8 +467,8 @@ class Results(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """Numbers of each query row that turn its unnormalized weights exp(score - largest score) into attention weights,
-    and its log-sum-exp.
+    """Log-sum-exp of each query row, and two numbers that turn the row's unnormalized weights exp(score - largest
+    score) into attention weights.
 
     Attributes:
         share: weight of the largest score; 0 in a row without a key.
@@ -491,8 +494,8 @@ def row_kernel(
     block_keys: tl.constexpr,
     features: tl.constexpr,
 ) -> None:
-    """Write the statistics of `block_rows` query rows of one head. The kernel reads `block_keys` keys, and `features`
-    features of queries and keys, at a time.
+    """Write the statistics of `block_rows` query rows of one head. The kernel reads `block_keys` keys at a time, and
+    `features` features of the queries and keys at a time.
     """
     program, head = block_and_head(call, tl.cdiv(call.queries, block_rows))
     rows = _rows(call, tokens, head, program * block_rows + tl.arange(0, block_rows))
@@ -511,8 +514,8 @@ def row_kernel(
 
 @triton.jit
 def _rows(call: "Call", tokens: "Tokens", head: "Head", row: "tl.tensor") -> "Rows":
-    """Return the data of the query rows with the indices `row`: their positions, first keys and tokens, which are read
-    from memory.
+    """Return the data of the query rows with the indices `row`, read from memory: the position and the token of each
+    row, and the key of the first token of the row's sequence.
     """
     at = head.sequence * call.queries + row
     position = tl.load(tokens.positions + at, row < call.queries, other=0)
@@ -525,8 +528,8 @@ def _rows(call: "Call", tokens: "Tokens", head: "Head", row: "tl.tensor") -> "Ro
 
 @triton.jit
 def _normalizer(call: "Call", head: "Head", sums: "RowSums") -> "Normalizer":
-    """Return the numbers that turn the unnormalized weights of each row into attention weights. They include the sink
-    of the head.
+    """Return the log-sum-exp of each row, and two numbers that turn the row's unnormalized weights into attention
+    weights. The sink of the head is included in all three.
     """
     is_empty = sums.powers == 0.0
     powers = tl.where(is_empty, 1.0, sums.powers)
@@ -602,8 +605,8 @@ def _count_keys(call: "Call", head: "Head", row: "tl.tensor", ranges: tl.constex
 
 
 class KeySums(NamedTuple):
-    """Tensors of the kernel for statistics of keys: numbers of each query row, which it reads, and sums over rows for
-    each key, which it writes.
+    """Tensors of the kernel that computes statistics of keys. The kernel reads some numbers of each query row, and
+    writes for each key two sums over the rows.
 
     Attributes:
         top: largest score of each row, `(batch, heads, queries)`.
@@ -631,9 +634,9 @@ def key_kernel(
     block_keys: tl.constexpr,
     features: tl.constexpr,
 ) -> None:
-    """Write two sums for each of `block_keys` keys of one head, over the query rows that count in statistics. The first
-    adds up their attention weights on the key, the second counts the rows that may attend to it. The kernel reads
-    `block_rows` rows and `features` features at a time.
+    """Write two sums for each of `block_keys` keys of one head. The first is the sum of the attention weights on the
+    key, the second the number of query rows that may attend to it. Only rows that count in statistics are included. The
+    kernel reads `block_rows` rows at a time, and `features` features at a time.
     """
     program, head = block_and_head(call, tl.cdiv(call.keys, block_keys))
     key = program * block_keys + tl.arange(0, block_keys)

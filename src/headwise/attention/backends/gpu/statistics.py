@@ -37,9 +37,9 @@ OUTPUTS_AT_ONCE = 2**21
 
 
 class Tiles(NamedTuple):
-    """Sizes of the work that one program (instance of a GPU kernel) does at a time: numbers of query rows, of keys, and
-    of features of a head. A head with more features is read in several steps. `warps` is the number of groups of 32
-    threads.
+    """Sizes of the work that one program (instance of a GPU kernel) does at a time: the number of query rows, of keys,
+    and of features of a head. A head with more features is read in several steps. `warps` is the number of groups of 32
+    threads in the program.
     """
 
     rows: int
@@ -101,8 +101,8 @@ def tiles_of(head_dim: int, dtype: torch.dtype, *, reads_matrix: bool, has_softc
 
 
 def weight_statistics(call: StatisticsCall, out: Outputs) -> WeightStatistics:
-    """Return statistics of the attention weights of a call for each query row and each key, computed on a GPU. They
-    include the norms of the head outputs `out`.
+    """Return statistics of the attention weights of a call for each query row and each key, computed on a GPU. The
+    statistics of a row include two norms of the head's output for this row, which are computed from `out`.
     """
     reads_matrix = call.dense is not None or call.bias is not None
     tiles = tiles_of(call.q.shape[-1], call.q.dtype, reads_matrix=reads_matrix, has_softcap=bool(call.softcap))

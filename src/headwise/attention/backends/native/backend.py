@@ -44,8 +44,8 @@ def why_no_derivative() -> str | None:
 
 
 def _why_not_tensors(problem: Problem) -> str | None:
-    """Return the reason that the native kernels cannot read the tensors of a problem: their device, their dtype, or a
-    trace or transform of torch. Return None if the kernels can.
+    """Return the reason that the native kernels cannot read the tensors of a problem (one attention call): their
+    device, their dtype, or that torch traces or transforms them. Return None if the kernels can read them.
     """
     if problem.q.device.type != "cpu":
         return f"the native kernels are for the CPU, and q is on {problem.q.device}"
@@ -89,9 +89,9 @@ def run(problem: Problem) -> Answer:
 
 
 def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of a native operator. If there is no dropout and no gradient is needed, the
-    operator without a gradient is called. Torch's function for gradients of custom operators takes longer than a short
-    call.
+    """Return the output and the log-sum-exp of a native operator. Without dropout, and if no gradient is needed, an
+    operator without a gradient is called: torch's code for gradients of custom operators takes longer than a short
+    attention call.
     """
     if (
         dropout[0] > 0
@@ -106,8 +106,9 @@ def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) ->
 
 
 def arguments(problem: Problem, ranges: KeyRanges | None, matrix: Matrix | None) -> tuple[Any, ...]:
-    """Return the arguments that all native operators share: the tensors and options of a problem, and its visible keys.
-    A query attends to the keys in its `ranges` at which `matrix` is True; None stands for all keys.
+    """Return the arguments that all native operators share: the tensors and options of a problem (one attention call),
+    and its visible keys. A query attends to a key if the key is in the query's `ranges` and `matrix` is True for the
+    pair. If `ranges` or `matrix` is None, it excludes no key.
     """
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         operators.register_flops()  # one of the modes may be torch's counter of operations

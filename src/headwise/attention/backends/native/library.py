@@ -50,7 +50,8 @@ def operator(name: str) -> Any:
 
 def instruction_set() -> str:
     """Return the name of the processor's instruction set that the loaded native kernels use, such as "avx512". Torch's
-    active dispatch modes are disabled during the call, since a mode that traces would record it in the program.
+    active dispatch modes are disabled during the call. Otherwise, a mode that traces would record the call in the
+    traced program.
     """
     with _disable_current_modes():
         name: str = torch.ops.headwise.instruction_set()

@@ -15,8 +15,9 @@ from headwise.checks import savable
 
 
 def register_rules(names: Iterable[str]) -> None:
-    """Register the rules by which torch traces the operators `names`, differentiates attention and counts its
-    operations. A second derivative of attention raises an error; otherwise it would silently be 0.
+    """Register the rules by which torch traces the operators called `names`, computes the gradients of attention, and
+    counts floating-point operations. A second derivative of attention raises an error; without these rules it would
+    silently be 0.
     """
     for name in names:
         torch.library.register_fake(f"headwise::{name}", FAKES[name])
@@ -124,8 +125,9 @@ def with_usual_strides(
 
 
 def register_flops() -> None:
-    """Register formulas for the native operators with torch's counter of floating-point operations, and with counters
-    that are active. Do nothing if the module of the counter has not been imported, since importing it takes long.
+    """Register formulas for the native operators with torch's counter of floating-point operations, for counters that
+    are active now and for later ones. Do nothing if torch's module of the counter has not been imported, since
+    importing it takes long.
     """
     counter: Any = sys.modules.get("torch.utils.flop_counter")
     if counter is None or not hasattr(torch.ops.headwise, "attend_forward"):
@@ -142,8 +144,8 @@ def register_flops() -> None:
 
 def _flops(with_queries: int, with_values: int, first: int = 0) -> Callable[..., int]:
     """Return the formula for the number of floating-point operations of an operator. For each query-key pair, the
-    operator computes `with_queries` products over the width of queries, and `with_values` products over the width of
-    values. Its arguments from `first` on are q, k and v.
+    operator computes `with_queries` dot products of the width of queries, and `with_values` dot products of the width
+    of values. The operator's arguments from index `first` on are q, k and v.
     """
 
     def formula(*arguments: Any, **_: Any) -> int:

@@ -31,15 +31,15 @@ class Options(NamedTuple):
     seed: Int[Tensor, ""] | None = None
 
     def arguments(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
-        """Return the operator's arguments after `v` for one part (rectangle of the score matrix), with the bias of this
-        part.
+        """Return the arguments of a native attention operator that follow q, k and v, for one part (rectangle of the
+        score matrix). The bias among them is cut to the part.
         """
         bias = None if self.bias is None else _of_part(part, self.bias)
         return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias
 
     def with_dropout(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
-        """Return the result of `arguments`, followed by the arguments for dropout. Which weights are dropped depends
-        only on the seed and on the first row and column of the part.
+        """Return the result of the method `arguments`, followed by the arguments for dropout. The seed, and the first
+        row and column of the part, alone decide which weights are dropped.
         """
         dropout = self.dropout, self.seed, part.rows.start, part.columns.start
         return *self.arguments(part, ranges, matrix), *dropout
@@ -169,8 +169,9 @@ def _of_part(part: Part, bias: Tensor) -> Tensor:
 
 
 def _checksum(matrix: Matrix | None) -> int:
-    """Return a checksum of a boolean matrix. It is equal for equal matrices, and differs for different ones except with
-    a chance of about 2^-56. It is the sum of the matrix, in words of eight elements, with fixed random weights.
+    """Return a checksum of a boolean matrix, by which two matrices are compared. Different matrices have the same
+    checksum with a chance of about 2^-56. Each eight elements of a row form one integer, and the checksum is the sum of
+    these integers, multiplied by fixed random weights.
     """
     if matrix is None or matrix.numel() == 0:
         return 0
