@@ -255,8 +255,8 @@ def load(
 
 def find_model(name: str, revision: str | None = None, *, argument: str = "model") -> ModelSource:
     """Return the location of the files of the model called `name`: "minilm" or another key of `PACKAGED`, a Hugging
-    Face folder, or a hub id whose configuration can be fetched. `revision` is a branch, tag or commit on the hub. Error
-    messages call the name by the argument name `argument`.
+    Face folder, or a hub id whose configuration can be fetched. `revision` is a branch, tag or commit on the hub.
+    `argument` is the name of the argument that error messages complain about.
     """
     _transformers()
     if not isinstance(name, str) or not name:
@@ -299,9 +299,9 @@ def _transformers() -> Any:
 
 
 def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
-    """Raise `InputError` unless the `config.json` of the model called `name` is in the local Hugging Face cache or on
-    the hub. The name is neither a local folder nor in an installed package. This check sends one request, whereas
-    `from_pretrained` without a network would retry for a minute.
+    """Raise `InputError` unless the `config.json` of a model is in the local Hugging Face cache or on the hub. The
+    caller has checked that `name` is neither a local folder nor in an installed package. This check sends one request,
+    whereas `from_pretrained` without a network would retry for a minute.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
