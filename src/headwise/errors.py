@@ -5,8 +5,8 @@ from typing import Any
 
 
 class HeadwiseError(Exception):
-    """Base class of the errors that headwise raises deliberately, such as for unusable input. A command that ends with
-    one exits with status 2.
+    """Base class of the errors that headwise raises deliberately, such as for unusable input. The command-line tool
+    shows such an error and exits with status 2.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -175,8 +175,8 @@ class ModelSource:
 
     def _require_all_weights(self, report: Mapping[str, Any], lm_head: str | None, body: str) -> None:
         """Raise `InputError` if `report`, the loading report of `transformers`, lists weights that are missing or have
-        another shape. A missing pooler is allowed, because AutoModel adds one to models trained without it. A weight
-        whose name does not start with `body` belongs to the head.
+        another shape. A missing pooler is allowed, because AutoModel adds one to models trained without it. If no
+        missing weight has a name that starts with `body`, the error states that the model lacks the head `lm_head`.
         """
         mismatched = sorted(report["mismatched_keys"])
         if mismatched:

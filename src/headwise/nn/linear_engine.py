@@ -49,8 +49,8 @@ class LinearChoice(NamedTuple):
 
 
 class NativeRule(NamedTuple):
-    """Rule for using headwise's native kernel for few tokens in linear projections: for which numbers of tokens and
-    sizes of the weight, and why.
+    """Rule that states when headwise's native kernel for few tokens computes a linear projection: for which numbers of
+    tokens and sizes of the weight. It also states the reason.
 
     Attributes:
         rows: numbers of tokens; empty for no product.

@@ -37,9 +37,10 @@ def storable(progress_type: type[ProgressT]) -> type[ProgressT]:
 
 
 class CheckpointedRun(Generic[ProgressT, TableT]):
-    """Output folder of a run that can be stopped and resumed. Until the end it has one checkpoint file per process;
-    then the result table replaces them. `progress_type()` makes an empty partial result. The JSON-compatible `settings`
-    identify the run: only a run with equal settings is resumed. If `folder` is None, nothing is written.
+    """Output folder of a run that can be stopped and resumed. During the run, the folder has one checkpoint file per
+    process. At the end, the result table replaces these files. `progress_type()` makes an empty partial result. The
+    JSON-compatible `settings` identify the run: only a run with equal settings is resumed. If `folder` is None, nothing
+    is written.
     """
 
     def __init__(

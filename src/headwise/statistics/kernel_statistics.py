@@ -269,9 +269,9 @@ def _tally(
     inputs: KernelInputs,
     like: Tally,
 ) -> Tally:
-    """Return a new tally: the sums of the statistics over the query rows of a call, computed from the kernels' numbers
-    for each row and key. The tally `like` states which statistics are wanted; its additional statistics (`further`) are
-    updated, too.
+    """Return a new tally: the sums of the statistics over the query rows of a call. The sums are computed from the
+    kernels' results for each row (`values`) and each key (`received` and `seen_by`). The tally `like` states which
+    statistics are wanted; its additional statistics (`further`) are updated, too.
     """
     counted = values["visible keys"] > 0
     if context.real_queries is not None:
