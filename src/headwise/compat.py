@@ -197,9 +197,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool,
     ) -> tuple[Mask | None, Float[Tensor, "#batch #heads #queries keys"] | None]:
         """Convert `key_padding_mask` and `attn_mask` to the arguments `mask` and `bias` of `attend`. Return the causal
-        mask and no bias if `is_causal` is True, there is no padding mask, and there are as many keys as queries (except
-        in `torch.export`). In all other cases return no mask, and the sum of `key_padding_mask` and `attn_mask` as a
-        bias. The bias is None if both are None.
+        mask and no bias if `is_causal` is True, `key_padding_mask` is None, and there are as many keys as queries
+        (except in `torch.export`). In all other cases return no mask, and the sum of `key_padding_mask` and `attn_mask`
+        as a bias. The bias is None if both are None.
 
         The masks become a bias because `attend` reads the values of boolean masks, which waits for a GPU and is
         forbidden under `vmap`. Appended keys are visible to all queries.
