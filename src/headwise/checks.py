@@ -64,8 +64,8 @@ def token_ids(argument: str, values: Any) -> list[int]:
 
 
 def collection_of(argument: str, values: Any, *, of: str) -> Iterable[Any]:
-    """Return `values` unchanged. Raise `InputError` for a string or an object that cannot be iterated; the message
-    expects "a collection of" and the text `of`.
+    """Return `values`, a collection such as a list, unchanged. Raise `InputError` for a string or an object that cannot
+    be iterated. The error message states that "a collection of", followed by the text `of`, was expected.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise InputError(argument, expected=f"a collection of {of}", got=repr(values))
@@ -73,8 +73,8 @@ def collection_of(argument: str, values: Any, *, of: str) -> Iterable[Any]:
 
 
 def pair_of(argument: str, values: Any, *, of: str) -> tuple[Any, Any]:
-    """Return `values`, a list or tuple of two hashable values, as a tuple. Raise `InputError` for anything else; `of`
-    is the expected value in its message.
+    """Return a list or tuple of two hashable values as a tuple. Raise `InputError` for anything else. The text `of`
+    states in the error message what was expected.
     """
     is_pair = isinstance(values, list | tuple) and len(values) == 2
     if not is_pair or not all(isinstance(value, Hashable) for value in values):
@@ -93,8 +93,8 @@ def named_head(value: Any) -> Any:
 
 
 def head_pair(argument: str, value: Any, *, of: str) -> tuple[Any, Any]:
-    """Return a head as the pair (layer, head). `value` is such a pair or a name such as "5.11"; raise `InputError` for
-    anything else, with `of` as the expected value in its message.
+    """Return a head as the pair (layer, head). `value` is such a pair or a name such as "5.11". Raise `InputError` for
+    anything else. The text `of` states in the error message what was expected.
     """
     return pair_of(argument, named_head(value), of=of)
 
@@ -182,8 +182,9 @@ def require_module(model: Any) -> nn.Module:
 
 
 def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, "..."]:
-    """Return `value`, a floating-point tensor on the same device as the tensor `like`; raise `InputError` for anything
-    else. A tensor made in inference mode is copied where autograd may have to save it.
+    """Return `value`, a floating-point tensor on the same device as the tensor `like`. Raise `InputError` for anything
+    else. A tensor that was made in inference mode is copied, unless inference mode is still on, because autograd cannot
+    save such a tensor.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -254,7 +255,7 @@ def positions_argument(
 
 def has_own_class(tensor: Tensor) -> bool:
     """Return True if the type of a tensor is `torch.Tensor` or `nn.Parameter`, and not a subclass. A subclass may
-    change operators, and kernels that read the memory of a tensor would bypass this change.
+    change what operators do. Kernels that read the memory of such a tensor directly would ignore this.
     """
     return type(tensor) is Tensor or type(tensor) is nn.Parameter
 
@@ -323,8 +324,8 @@ def makes_plain_tensors() -> bool:
 
 
 def savable(tensor: Tensor) -> Tensor:
-    """Return a tensor that autograd can save for the backward pass. Outside of inference mode, this is a copy of a
-    tensor that was made in inference mode; every other tensor is returned unchanged.
+    """Return a tensor that autograd can save for the backward pass. A tensor that was made in inference mode is copied,
+    unless inference mode is still on. Every other tensor is returned unchanged.
     """
     if torch.compiler.is_compiling() or not tensor.is_inference() or torch.is_inference_mode_enabled():
         return tensor
@@ -356,8 +357,8 @@ def _why_unusable(device: str) -> str | None:
 
 
 def _as_float(argument: str, value: Any) -> float:
-    """Return `value` as a float, or NaN if it is a string or cannot be converted; callers refuse NaN. Raise
-    `InputError` for a tensor that requires grad.
+    """Return `value` as a float. Return NaN, which the callers refuse, for a string and for a value that cannot be
+    converted. Raise `InputError` for a tensor that requires grad.
     """
     if isinstance(value, Tensor) and value.requires_grad:
         remedy = "its gradient would be lost: pass float(value)"

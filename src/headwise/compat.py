@@ -147,8 +147,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         key: Float[Tensor, "*keys kdim"],
         value: Float[Tensor, "*keys vdim"],
     ) -> tuple[Tensor, ...]:
-        """Return the queries, keys and values after the input projections, with the axes of `query`, `key` and `value`.
-        Each parameter is read only once, because a parametrization recomputes it at every read.
+        """Return the queries, keys and values after the input projections. They have the same axes as `query`, `key`
+        and `value`, and the last one has the size `embed_dim`. Each parameter is read only once, because a
+        parametrization recomputes it at every read.
         """
         packed: Tensor | None = self._parameters.get("in_proj_weight")  # takes less time than reading an attribute
         bias: Tensor | None = self._parameters.get("in_proj_bias")
@@ -174,8 +175,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _append_learned(
         self, heads: Float[Tensor, "batch heads keys head_dim"], learned: Float[Tensor, "1 1 embed"] | None
     ) -> Float[Tensor, "batch heads more_keys head_dim"]:
-        """Return the keys or values with up to two more tokens at the end: the token `learned` unless it is None
-        (`add_bias_kv`), and a token of zeros with `add_zero_attn`.
+        """Return the keys or values with up to two more tokens at the end. The first is the learned token `learned`
+        (option `add_bias_kv`), unless it is None. The second is a token of zeros, if `add_zero_attn` is True.
         """
         batch, num_heads, _, head_dim = heads.shape
         appended = []
@@ -195,9 +196,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Mask | None, Float[Tensor, "#batch #heads #queries keys"] | None]:
-        """Convert `key_padding_mask` and `attn_mask` to the arguments `mask` and `bias` of `attend`. With `is_causal`,
-        no padding mask and as many keys as queries, return the causal mask and no bias (except in `torch.export`).
-        Otherwise return no mask, and the sum of both masks as a bias, or None without masks.
+        """Convert `key_padding_mask` and `attn_mask` to the arguments `mask` and `bias` of `attend`. Return the causal
+        mask and no bias if `is_causal` is True, `key_padding_mask` is None, and there are as many keys as queries
+        (except in `torch.export`). In all other cases return no mask, and the sum of `key_padding_mask` and `attn_mask`
+        as a bias. The bias is None if both are None.
 
         The masks become a bias because `attend` reads the values of boolean masks, which waits for a GPU and is
         forbidden under `vmap`. Appended keys are visible to all queries.
@@ -319,8 +321,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _do_nothing(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Forward pre-hook without an effect. `MultiheadAttention` registers it because `nn.TransformerEncoderLayer` calls
-    the `forward` of a layer only if a module inside has a hook.
+    """Forward pre-hook without an effect. `nn.TransformerEncoderLayer` has a fused implementation that does not call
+    the `forward` of its attention layer. A hook on any module inside disables it, so `MultiheadAttention` registers
+    this one.
     """
 
 

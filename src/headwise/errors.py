@@ -5,8 +5,8 @@ from typing import Any
 
 
 class HeadwiseError(Exception):
-    """Base class of the errors that headwise raises deliberately, such as for unusable input. A command that ends with
-    one exits with status 2.
+    """Base class of the errors that headwise raises deliberately, such as for unusable input. The command-line tool
+    shows such an error and exits with status 2.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -15,8 +15,8 @@ class HeadwiseError(Exception):
 
 
 def _restore(error_class: type[HeadwiseError], args: tuple[Any, ...]) -> HeadwiseError:
-    """Return an error of the class `error_class` with the attribute `args`, for copies and pickles. Its constructor is
-    not called, because that would need other arguments, from which it composes the message.
+    """Recreate an error of the class `error_class` from its attribute `args` after it was copied or pickled. The
+    constructor is not called, because it expects the parts of the message, whereas `args` has the finished message.
     """
     error = error_class.__new__(error_class)
     super(HeadwiseError, error).__init__(*args)  # ValueError, ImportError or Exception

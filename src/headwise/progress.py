@@ -97,9 +97,10 @@ class ProgressBar:
 def progress_bar(
     title: str, total: int | None, unit: str, *, shown: bool = False, transient: bool = False
 ) -> Iterator[ProgressBar]:
-    """Open a progress bar with a `title` for `total` units of work (None if unknown), called `unit`, and yield it. It
-    is displayed if `shown` is True, while another bar is displayed, or inside `shown_progress`. At the end it
-    disappears if `transient` is True, if `shown` is False, or if it is below another bar.
+    """Open a progress bar with a `title` for `total` units of work (None if unknown), called `unit`, and yield it. The
+    bar is displayed in three cases: `shown` is True, another bar is displayed, or the call is inside
+    `shown_progress(True)`. At the end the bar disappears if `transient` is True, if `shown` is False, or if the bar is
+    below another one.
     """
     outer = _innermost.get()
     if not (shown or outer or _shows_all.get()):

@@ -89,8 +89,8 @@ def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Return the model's output for a batch that `iterate_batches` has yielded, whose tensors are on the model's
-    device. A displayed progress bar moves after each layer of the model.
+    """Return the model's output for a batch from `iterate_batches`. The tensors of the batch are on the model's device.
+    If a progress bar is displayed, it moves after each layer of the model.
     """
     arguments = dict(batch)
     with moving_with(model):
@@ -98,8 +98,8 @@ def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def floating_tensors(output: Any) -> list[Tensor]:
-    """Return all floating-point tensors in the output of a model, such as a tuple or mapping of tensors, in their order
-    there.
+    """Return a list of all floating-point tensors in the output of a model, in their order in the output. The output is
+    a tensor, or a container of tensors such as a tuple or mapping.
     """
     leaves = pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -129,8 +129,8 @@ DATA = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_v
 
 def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of sequences in a batch and their total number of tokens. With an attention mask of shape
-    `(sequences, tokens)`, padding is not counted. Without one, the sizes are the first two axes of the argument named
-    in `DATA`, such as `input_ids`, or of the first tensor.
+    `(sequences, tokens)`, padding is not counted. Without such a mask, the first two axes of the input data are
+    counted: of the argument named in `DATA`, such as `input_ids`, or of the first tensor if there is no such argument.
     """
     mask = batch.get("attention_mask")
     first_tensor = next(value for value in batch.values() if isinstance(value, Tensor))
@@ -157,8 +157,8 @@ def digest_of_batches(batches: Iterable[Mapping[str, Any]]) -> str:
 
 
 def digest_of(parts: Iterable[Any]) -> str:
-    """Return one SHA-256 hash of a series of values. A tensor enters it by dtype, shape and bytes, any other value by
-    its `repr`.
+    """Return one SHA-256 hash of a series of values. It is computed from the dtype, shape and bytes of each tensor, and
+    from the `repr` of each other value.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -189,9 +189,9 @@ def name_of_mask(model: Any) -> str:
 
 
 def real_tokens(batch: Mapping[str, Any], like: Tensor, name: str = "attention_mask") -> Tensor:
-    """Return a boolean mask `(sequences, tokens)` that is True at tokens that are not padding, from the batch's
-    argument `name`. If that is missing or does not have the shape of the first two axes of `like`, the mask is True
-    everywhere.
+    """Return a boolean mask `(sequences, tokens)` that is True at tokens that are not padding. It is computed from the
+    batch's argument `name`. If the batch lacks this argument, or if its shape differs from the first two axes of
+    `like`, the mask is True everywhere.
     """
     mask = batch.get(name)
     if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:

@@ -36,8 +36,9 @@ def cache_folder() -> Path:
 
 def converted_folder(file: Path, save: Callable[[Path], None]) -> Path | None:
     """Return the cached folder that contains the model of a GGUF file in Hugging Face format. If there is no intact
-    folder for the file's content and the installed package versions, `save` fills a new one. Of several processes, one
-    writes it and the others wait. If the cache cannot be written, warn and return None.
+    folder for the file's content and the installed package versions, call `save` to write a new one. Of several
+    processes that need the same folder, one writes it and the others wait. If the cache cannot be written, warn and
+    return None.
     """
     filelock = require("filelock", purpose="the cache of converted models", extra="gguf")
     versions = [FORMAT, version("transformers"), version("gguf")]
@@ -85,7 +86,7 @@ def _write(folder: Path, file: Path, save: Callable[[Path], None]) -> None:
 
 def _is_intact(folder: Path) -> bool:
     """Return True if a converted folder is complete: every file has its recorded size, and its recorded modification
-    time or, failing that, its recorded hash. The times differ after the folder was copied.
+    time. If only the time differs, as after the folder was copied, the file must have its recorded hash.
     """
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]

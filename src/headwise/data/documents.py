@@ -180,8 +180,8 @@ def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Docum
 
 
 def _decode(data: bytes, file: Path, offset: int) -> str:
-    """Return `data`, the bytes of a file or of one of its lines, decoded as UTF-8. Raise `InputError` for other
-    encodings, and for null bytes, as in a binary file. The line starts at `offset` bytes in the file.
+    """Return bytes of a text file, decoded as UTF-8. Raise `InputError` for other encodings, and for null bytes, as in
+    a binary file. `data` is the whole file or one of its lines, and starts `offset` bytes after the start of the file.
     """
     if b"\0" in data:
         raise InputError("data", expected=f"text in {file}", got="a binary file")

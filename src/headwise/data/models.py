@@ -175,8 +175,8 @@ class ModelSource:
 
     def _require_all_weights(self, report: Mapping[str, Any], lm_head: str | None, body: str) -> None:
         """Raise `InputError` if `report`, the loading report of `transformers`, lists weights that are missing or have
-        another shape. A missing pooler is allowed, because AutoModel adds one to models trained without it. A weight
-        whose name does not start with `body` belongs to the head.
+        another shape. A missing pooler is allowed, because AutoModel adds one to models trained without it. If no
+        missing weight has a name that starts with `body`, the error states that the model lacks the head `lm_head`.
         """
         mismatched = sorted(report["mismatched_keys"])
         if mismatched:
@@ -255,8 +255,8 @@ def load(
 
 def find_model(name: str, revision: str | None = None, *, argument: str = "model") -> ModelSource:
     """Return the location of the files of the model called `name`: "minilm" or another key of `PACKAGED`, a Hugging
-    Face folder, or a hub id whose configuration can be fetched. `revision` is a branch, tag or commit on the hub. Error
-    messages call the name by the argument name `argument`.
+    Face folder, or a hub id whose configuration can be fetched. `revision` is a branch, tag or commit on the hub.
+    `argument` is the name of the argument that error messages complain about.
     """
     _transformers()
     if not isinstance(name, str) or not name:
@@ -299,9 +299,9 @@ def _transformers() -> Any:
 
 
 def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
-    """Raise `InputError` unless the `config.json` of the model called `name` is in the local Hugging Face cache or on
-    the hub. The name is neither a local folder nor in an installed package. This check sends one request, whereas
-    `from_pretrained` without a network would retry for a minute.
+    """Raise `InputError` unless the `config.json` of a model is in the local Hugging Face cache or on the hub. The
+    caller has checked that `name` is neither a local folder nor in an installed package. This check sends one request,
+    whereas `from_pretrained` without a network would retry for a minute.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 

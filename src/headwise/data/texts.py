@@ -148,9 +148,9 @@ class Texts:
         return [ids for ids, _ in self._tokenized]
 
     def document_numbers(self) -> list[int]:
-        """Return, for each sequence in the order of the batches, the number of the document that it is from. Documents
-        are numbered from 0, including those without text, which have no sequence. A packed sequence of several
-        documents counts to the document with most of its tokens.
+        """Return, for each sequence in the order of the batches, the number of the document that the sequence is from.
+        Documents are numbered from 0, including those without text, which have no sequence. A packed sequence contains
+        tokens of several documents, and gets the number of the document with most of these tokens.
 
         Raises:
             InputError: the data is empty, binary, not UTF-8, lacks the column, or is longer than the context.
@@ -213,9 +213,9 @@ class Texts:
         return min(max_input_tokens(None, self.tokenizer) or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
     def _parts(self, room: int) -> Iterator[list[int]]:
-        """Yield the tokens of each sequence, at most `room`, without the special tokens around a sequence. Each token
-        is a number: its id plus `MOST_IDS` times the number of its document. A separator between documents is -1 minus
-        its id.
+        """Yield each sequence as a list of at most `room` tokens, without the special tokens at its start and end. Each
+        token is one number: its token id plus `MOST_IDS` times the number of its document. A separator between
+        documents is -1 minus its token id.
         """
         if self.documents == "pack":
             yield from self._packed(room)

@@ -27,7 +27,8 @@ CONTEXT = 16
 
 @dataclass(frozen=True)
 class Word:
-    """Text of one word for display, and whether the word is a special token, or contains letters or digits.
+    """Word of a text for display: its characters, whether it is a special token, and whether it is an ordinary word
+    with letters or digits.
 
     Attributes:
         text: the word on one line, with visible blanks and control characters.
@@ -42,7 +43,8 @@ class Word:
 
 @dataclass(frozen=True)
 class Token:
-    """Token of a text, as it is displayed, and how it is separated from the token before it.
+    """Token of a text for display: its characters, whether it is a special token, and whether white space or a line
+    break separates it from the token before it.
 
     Attributes:
         text: its characters on one line, with visible blanks and control characters.
@@ -79,8 +81,8 @@ class EncodedText(NamedTuple):
 
 def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> EncodedText:
     """Tokenize a text for a model, and group the tokens into words. A text that is too long for the model is cut if
-    `truncate` is True; otherwise it raises `InputError`. So do an empty text and a tokenizer with ids outside of the
-    model's vocabulary.
+    `truncate` is True; otherwise `InputError` is raised. It is also raised for an empty text, and for a tokenizer with
+    ids outside of the model's vocabulary.
     """
     require_tokenizer(tokenizer)
     require_text(text)
@@ -209,9 +211,10 @@ def _group_into_words(
     text: str, tokens: list[str], pieces: list[int | None], spans: list[list[int]], is_special: list[bool]
 ) -> tuple[list[Word], Int[Tensor, " tokens"]]:
     """Group the tokens of a text into words. Return the words for display, and for each token the index of its word. A
-    token joins the word before it if no blank separates them in the text and both come from the same piece of text. A
-    special token is a word by itself, and a wide character (such as a Chinese one) starts a word. No word starts inside
-    a user-perceived character, such as a flag, an emoji of several code points, or a letter with its marks.
+    token joins the word before it if no blank separates them in the text, and if the tokenizer split both from the same
+    piece of the text. A special token is a word by itself, and a wide character (such as a Chinese one) starts a word.
+    No word starts inside a user-perceived character, such as a flag, an emoji of several code points, or a letter with
+    its marks.
 
     Both conditions for joining are needed: some tokenizers treat a whole text as one piece, others include the blank in
     the token.
@@ -336,8 +339,8 @@ def _continues(word: str, piece: str) -> bool:
 
 
 def _pieces(tokenizer: Any, ids: list[int], context: list[int]) -> list[str]:
-    """Return, for each token id, the characters that it adds to the decoded text after `context`. If several tokens
-    form one character, the last of them adds it, and the others add an empty string.
+    """Return, for each token id, the characters that the token adds to the decoded text of `context` and the ids before
+    it. If several tokens form one character, the last of them adds it, and the others add an empty string.
     """
     pieces: list[str] = []
     done = tokenizer.decode(context, skip_special_tokens=False, clean_up_tokenization_spaces=False) if context else ""

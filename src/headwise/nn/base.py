@@ -47,7 +47,7 @@ HeadsAndWeights = tuple[Outputs, Weights | None]
 
 class LayerCall(NamedTuple):
     """Options of one call of an attention layer, after they have been checked: mask, bias, gate, positions, cache and
-    others. The input tensors are not included.
+    others. The layer's input tensors are not included.
 
     Attributes:
         mask: keys that each query may attend to, according to the layer, the cache and the caller together.
@@ -72,8 +72,8 @@ class LayerCall(NamedTuple):
     @property
     def needs_full_capacity(self) -> bool:
         """True if attention must run over all slots of a `StaticCache` (a cache of fixed size), not only over those
-        with tokens. The causes are a bias, returned weights, a mask for a certain number of keys, or a number of stored
-        tokens that Python cannot read. Also True without a `StaticCache`.
+        with tokens. That is so with a bias, with returned weights, with a mask for a certain number of keys, and if
+        Python cannot read the number of stored tokens. Also True if the cache is not a `StaticCache`.
         """
         if not isinstance(self.cache, StaticCache) or not self.cache.can_omit_empty_slots:
             return True
@@ -83,8 +83,8 @@ class LayerCall(NamedTuple):
 
 class ScoreParameters(NamedTuple):
     """Arguments of `attend` that change the scores of one layer call: scale, softcap, sink logits and talking-heads
-    matrices. The sink logits, and a scale that is a tensor, have one entry per score map. A head has one score map, or
-    two in differential attention.
+    matrices. The sink logits, and a scale that is a tensor, have one entry per score map (the scores of all queries and
+    keys). A head has one score map, or two in differential attention.
     """
 
     scale: float | Float[Tensor, " maps"]

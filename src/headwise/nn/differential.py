@@ -100,8 +100,8 @@ class DifferentialAttention(MultiHeadAttention):
 
     def reset_parameters(self) -> None:
         """Initialise the parameters as `MultiHeadAttention` does. In addition, draw the four learned vectors that
-        determine lambda, the factor of the second attention maps. They are from a normal distribution with standard
-        deviation 0.1 (Ye et al. 2024).
+        determine lambda, the factor of the second attention maps. Their entries are from a normal distribution with
+        mean 0 and standard deviation 0.1 (Ye et al. 2024).
         """
         super().reset_parameters()
         self._reset_lambdas()

@@ -252,8 +252,8 @@ class LatentAttention(AttentionLayer):
 
     def _is_absorbed(self, absorbed: bool | None, *, queries: int, keys: int) -> bool:
         """Return True to attend to the latent vectors themselves, and False to attend to keys and values computed from
-        them. This is the caller's `absorbed` or, for None, the choice with fewer multiplications. It is False if
-        `kv_up` has a bias.
+        them. The result is the caller's `absorbed`. If that is None, return the choice with fewer multiplications. If
+        `kv_up` has a bias, return False, or raise `InputError` if `absorbed` is True.
         """
         if absorbed is not None and not isinstance(absorbed, bool):
             raise InputError("absorbed", expected="True, False or None", got=repr(absorbed))

@@ -40,8 +40,8 @@ def without_padding(
 ) -> tuple[Float[Tensor, "rows length embed"], LayerCall, Bool[Tensor, "batch queries"]]:
     """Convert a batch that is padded on the right so that padding has no effect. Return the new input, the call options
     for it, and a mask that is True at real tokens. The real tokens are packed end to end if that saves work and the
-    call allows it. Otherwise the padding is masked, and its inputs become 0, since a weight of 0 would not stop NaN and
-    infinity.
+    call allows it. Otherwise the padding is masked. The inputs at padding also become 0, because NaN or infinity there
+    would remain even with an attention weight of 0.
     """
     # The mask may not prescribe a number of queries or keys, as a mask tensor does; nor may the gate have an axis of
     # queries.
@@ -99,8 +99,8 @@ def query_and_key_offsets(
     x: Float[Tensor, "*batch queries embed"], num_keys: int, offsets: Any, context_offsets: Any, *, cross: bool
 ) -> packed.Offsets | None:
     """Return the checked offsets of packed sequences: the start of each sequence among the queries and among the keys.
-    Return None if `offsets` is None. `x` is the input as the caller passed it, and the keys are those of `num_keys`
-    tokens: x itself, or a context (`cross`).
+    Return None if `offsets` is None. `x` is the input as the caller passed it. The keys are computed from `num_keys`
+    tokens: those of x itself or, if `cross` is True, of a context.
     """
     if (context_offsets is not None) != (cross and offsets is not None):
         expected = "offsets of x and of a context, where both hold several sequences"

@@ -49,8 +49,8 @@ class LinearChoice(NamedTuple):
 
 
 class NativeRule(NamedTuple):
-    """Rule for using headwise's native kernel for few tokens in linear projections: for which numbers of tokens and
-    sizes of the weight, and why.
+    """Rule that states when headwise's native kernel for few tokens computes a linear projection: for which numbers of
+    tokens and sizes of the weight. It also states the reason.
 
     Attributes:
         rows: numbers of tokens; empty for no product.
@@ -204,8 +204,8 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
-    """Return True if the product of x and the transposed weight is large enough for oneDNN to be faster than a library
-    without AVX-512.
+    """Return True if oneDNN computes the product of x and the transposed weight faster than a library without AVX-512
+    does. The condition is that the product is large enough.
     """
     out, width = weight.shape
     rows = x.numel() // max(width, 1)
@@ -236,8 +236,8 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _block_of(width: int) -> int:
-    """Return the width of the blocks into which the width of x is split, so that the rounding error of a sum stays
-    small.
+    """Return how many columns of x, of `width` in total, oneDNN multiplies at a time. The products of these blocks of
+    columns are added, so that the rounding error of long sums stays small.
     """
     least = 2 if width > WIDEST_UNSPLIT else 1
     return -(-width // max(-(-width // BLOCK), least))
@@ -266,8 +266,8 @@ def _registered() -> torch.library.Library:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias, computed by oneDNN in blocks of the width of x, whose products are added. A product
-    that is too small for oneDNN to be faster is computed by the native kernel or by torch.
+    """Return x weight^T + bias. oneDNN multiplies x in blocks of columns, and the products of the blocks are added. A
+    product that is too small for oneDNN to be faster is computed by the native kernel or by torch.
     """
     if not gains(x, weight):
         if gains_by_few_rows(x, weight, bias):
@@ -282,8 +282,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias, computed by oneDNN. A weight or bias with gaps in memory is copied first: with such a
-    weight, oneDNN is a hundred times slower, and such a bias it reads wrongly, as if there were no gaps.
+    """Return x weight^T + bias, computed by oneDNN. A weight or bias with gaps in memory is copied first. With such a
+    weight, oneDNN is a hundred times slower. It reads such a bias wrongly, as if there were no gaps.
     """
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()
@@ -520,8 +520,8 @@ def _has_any_hooks(linear: nn.Module) -> bool:
 
 def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
     """Initialise the weight of a projection uniformly by the method of Glorot and Bengio (2010), and its bias with
-    zeros. `blocks` has numbers of rows: each such block of the weight is initialised as a matrix by itself, as a fused
-    projection needs it.
+    zeros. `blocks` has the number of rows of each part of the weight, such as the queries, keys and values of a fused
+    projection. Each part is initialised as a matrix by itself.
     """
     for weight in torch.split(linear.weight, list(blocks)):
         nn.init.xavier_uniform_(weight)

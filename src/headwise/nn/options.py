@@ -90,8 +90,8 @@ class QKNorm:
         finite_number("QKNorm(eps)", self.eps, above=0.0)
 
     def module(self, heads: int, head_dim: int, **factory: Any) -> nn.RMSNorm | nn.LayerNorm:
-        """Return a new norm module for the queries or keys of a layer. Its width is `head_dim`, or that of all heads
-        together with `over="heads"`. `factory` has the device and dtype of its weight.
+        """Return a new norm module for the queries or keys of a layer. It normalises each head by itself, with width
+        `head_dim`, or all heads together with `over="heads"`. `factory` has the device and dtype of its weight.
         """
         width = head_dim if self.over == "head" else heads * head_dim
         norm = nn.RMSNorm if self.kind == "rms" else nn.LayerNorm

@@ -37,9 +37,10 @@ def storable(progress_type: type[ProgressT]) -> type[ProgressT]:
 
 
 class CheckpointedRun(Generic[ProgressT, TableT]):
-    """Output folder of a run that can be stopped and resumed. Until the end it has one checkpoint file per process;
-    then the result table replaces them. `progress_type()` makes an empty partial result. The JSON-compatible `settings`
-    identify the run: only a run with equal settings is resumed. If `folder` is None, nothing is written.
+    """Output folder of a run that can be stopped and resumed. During the run, the folder has one checkpoint file per
+    process. At the end, the result table replaces these files. `progress_type()` makes an empty partial result. The
+    JSON-compatible `settings` identify the run: only a run with equal settings is resumed. If `folder` is None, nothing
+    is written.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return other_run_error(self.folder, "data")
 
     def _checkpoint_name(self, rank: int | str) -> str:
-        """Return the name of the checkpoint file of the process `rank`. The constant `ANY` as `rank` makes a pattern
-        that matches those of all processes.
+        """Return the name of the checkpoint file of the process `rank`. If `rank` is the constant `ANY`, return a
+        pattern that matches the files of all processes.
         """
         return f"unfinished-{self._table_type.NAME}-{rank}.pt"
 
@@ -133,8 +134,8 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             path.unlink(missing_ok=True)
 
     def _saved_settings(self) -> dict[str, Any]:
-        """Return the settings that the result table in the output folder states, for the names in this run's settings.
-        Return an empty dictionary if there is no readable table.
+        """Return the settings stored with the result table in the output folder. Only settings that also occur in this
+        run are returned; one that the table lacks is None. Return an empty dictionary if there is no readable table.
         """
         if self.folder is None:
             return {}
@@ -155,8 +156,8 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
 
 
 def save_state(path: Path, settings: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Write the state of a run and its settings to the file `path`, in place of an earlier file. `content` may have
-    containers, tensors and objects of the classes in `STORABLE`.
+    """Write the state of a run and its settings to the file `path`, in place of an earlier file. `content` is the
+    state; it may contain containers, tensors and objects of the classes in `STORABLE`.
     """
     with replaced_file(path) as file:
         torch.save({"settings": json.dumps(settings), **content}, file)
@@ -209,7 +210,9 @@ def require_same_run(
 
 
 def _among(settings: Any, others: Any) -> Any:
-    """Return only those settings whose names also occur in `others`. Nested dictionaries are reduced likewise."""
+    """Return only those entries of a dictionary of settings whose names also occur in `others`. Nested dictionaries are
+    reduced likewise.
+    """
     if not (isinstance(settings, Mapping) and isinstance(others, Mapping)):
         return settings
     return {name: _among(value, others[name]) for name, value in settings.items() if name in others}

@@ -43,8 +43,8 @@ class PassProgress:
     is_unfinished: bool = False
 
     def begin(self, dataset: Texts | Iterable[Any]) -> None:
-        """Start the hash of the data with the document numbers of the sequences. These determine standard errors, so a
-        run with other document numbers cannot be resumed.
+        """Start the hash of the data set with the document number of each sequence. The document numbers determine
+        standard errors. Because they are in the hash, a run cannot be resumed with other document numbers.
         """
         self.digest = digest_of(documents_of(dataset) or ())
 
@@ -123,8 +123,8 @@ class Pass(Generic[PassProgressT]):
         process_batch: Callable[[dict[str, Any], Clusters], None],
         progress: PassProgressT,
     ) -> PassProgressT:
-        """Call `process_batch(batch, clusters)` for each batch of this process's share, without those finished before
-        the run was stopped. `clusters` states which sequences are of the same document. `process_batch` adds its
+        """Call `process_batch(batch, clusters)` for each batch of this process's share, except the batches that a
+        stopped run has finished. `clusters` states which sequences are of the same document. `process_batch` adds its
         results to `progress`, which also counts all batches, is written to checkpoints, and is returned. Raise
         `InputError` if the data differs from that of the stopped run.
         """

@@ -53,9 +53,9 @@ def _unwritable(got: str) -> InputError:
 
 
 def require_outside_data(out: str | Path, source: str | Path) -> None:
-    """Raise `InputError` if the output folder `out` is inside the folder `source` of a data set, or the same. The next
-    run would read the results as data. A path inside it with a name that starts with a dot is allowed, because hidden
-    files are not read.
+    """Raise `InputError` if the output folder `out` is the folder `source` of a data set, or inside it, because the
+    next run would read the results as data. A path inside `source` is allowed if one of its folders has a name that
+    starts with a dot, because hidden files are not read.
     """
     try:
         folder, data = Path(out).resolve(), Path(source).resolve()

@@ -71,9 +71,9 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
 
 def identity_of(model: nn.Module) -> ModelIdentity:
     """Return the identity of a model: its number of attention modules, its dtype, and a hash of weights and
-    configuration. The hash leaves out task-specific parts, such as the output embeddings and `HEADS`. Thus a model and
-    the same model with another `transformers` task head have the same identity. If the model has input embeddings, the
-    hash is of the innermost module that contains them and all attention modules.
+    configuration. The hash leaves out parts that belong to the task: the output embeddings, and the modules named in
+    `HEADS`. Thus a model and the same model with another `transformers` task head have the same identity. If the model
+    has input embeddings, the hash is of the innermost module that contains them and all attention modules.
     """
     modules = dict(model.named_modules())
     paths = innermost_attention_modules(modules, modules)
@@ -161,8 +161,9 @@ def hashed_state(module: nn.Module, *, without: Sequence[str] = ()) -> Iterator[
 
 
 def _parts(name: str, value: Any) -> Iterator[Any]:
-    """Yield `value` itself. For a tensor subclass that wraps other tensors, such as a quantised weight, yield the
-    subclass's name and settings and the wrapped tensors instead.
+    """Yield the parts of one entry of a `state_dict` that are hashed. They are the subclass's name, its settings and
+    the wrapped tensors for a tensor subclass that wraps other tensors, such as a quantised weight. Otherwise the only
+    part is `value` itself.
     """
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()
@@ -203,9 +204,9 @@ def _plain(name: str, value: Tensor) -> Tensor:
 
 def _block_hashes(value: Tensor, factors: Int[Tensor, "block"]) -> Int[Tensor, "blocks"]:
     """Return one hash for each block of a tensor, whose bits are read as integers: the sum of the block's integers,
-    each multiplied by a random odd number, modulo 2**64. If one integer differs, the hash always differs. If several
-    differ, it differs with a probability of at least 1 - 2**-32 (multilinear hashing: Carter and Wegman, Universal
-    Classes of Hash Functions, 1979).
+    each multiplied by a random odd number, modulo 2**64. Two blocks that differ in one integer always have different
+    hashes. Blocks that differ in several have different hashes with a probability of at least 1 - 2**-32 (multilinear
+    hashing: Carter and Wegman, Universal Classes of Hash Functions, 1979).
     """
     if value.is_complex():
         value = torch.view_as_real(value)

@@ -69,9 +69,9 @@ def _bits(weight: Float[Tensor, "rows columns"]) -> int | None:
 
 
 def _have_copies(of_lines: Float[Tensor, "lines blocks size"]) -> Bool[Tensor, " blocks"]:
-    """Return True for each block of columns in which at most 16 columns differ, as in copied heads. Few different
-    values are no sign of quantisation there. `of_lines` has the sampled rows (or columns) of a matrix, each cut into
-    blocks.
+    """Return True for each block of columns that contains at most 16 different columns, as after heads were copied. Few
+    different values in such a block are no sign of quantisation. `of_lines` has the sampled rows (or columns) of a
+    matrix, each cut into blocks.
     """
     flat = of_lines.float().flatten(1)
     columns: Tensor = torch.unique(flat, dim=1, return_inverse=True)[1]

@@ -57,7 +57,7 @@ def zero_tests(name: str, measured: Sequence[MeanEstimate]) -> dict[str, list[fl
 def one_sided_p_values(measured: Sequence[MeanEstimate], sign: int = 1, *, above: float = 0.0) -> list[float]:
     """Return the one-sided p-value of each mean by Student's t-test. It is small if the mean is larger than `above` or,
     for a `sign` of -1, smaller. It is NaN where the mean or its standard error is NaN. If all n samples have the same
-    value on that side, the p-value is that of the sign test, 1 / 2^n.
+    value, larger than `above` (smaller for a `sign` of -1), the p-value is that of the sign test, 1 / 2^n.
     """
     centred = [each._replace(value=each.value - above) for each in measured]
     ratios = [sign * in_errors(each) for each in centred]

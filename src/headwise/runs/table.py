@@ -100,8 +100,8 @@ class Table(Generic[RowT]):
         return {}
 
     def column(self, name: str) -> Column:
-        """Return the description of the table's statistic called `name`: its meaning, its unit, and whether it is
-        tested.
+        """Return the description of the table's statistic called `name`: its meaning, its unit, and whether its means
+        are tested for significance.
         """
         return next((column for column in self.COLUMNS if column.name == name), column_named(name))
 
@@ -292,8 +292,8 @@ def require_statistic(name: str, available: Iterable[str]) -> None:
 
 
 def require_parquet(name: str) -> None:
-    """Raise `MissingExtra` if the package pyarrow, which reads and writes result tables, is not installed; `name` is
-    the table in the message. Long runs call this first, so that their results can be saved.
+    """Raise `MissingExtra` if the package pyarrow, which reads and writes result tables, is not installed. `name` is
+    the name of the table in the error message. Long runs call this first, so that their results can be saved.
     """
     require("pyarrow.parquet", purpose=f"{name} in a folder", extra="tables")
 

@@ -40,9 +40,9 @@ def attend_observed(
 ) -> Answer:
     """Compute one attention call, and pass its attention weights to `observer` in row blocks (some query rows at a
     time). Return the answer: the output, and other results that the problem (the call's tensors and options) requests.
-    By default the blockwise backend computes both. `compute` computes the answer instead in four cases: the backend
-    does not support the problem, the weights are requested, the inputs are empty, or a key or value is NaN or infinite.
-    Blockwise attention would spread such a key or value to rows that do not attend to it.
+    By default the blockwise backend computes the weights and the answer. `compute` computes the answer instead in four
+    cases: the backend does not support the problem, the weights are requested, the inputs are empty, or a key or value
+    is NaN or infinite. Blockwise attention would spread such a key or value to rows that do not attend to it.
 
     If `whole_call` is passed, `observer` must have only the effects that it describes. Then kernels compute the
     statistics where they can, and `observer` is not called. On a CPU, native kernels do so in the pass that computes

@@ -111,9 +111,9 @@ class DistanceSums(FurtherSums):
             self.histogram = own + further
 
     def values(self) -> Values:
-        """Return the statistics of each sequence and head by name: the smallest distance within which a head has each
-        share of its attention, and its share within each of `WITHIN_DISTANCES`. The latter are next to each other for
-        each head.
+        """Return the statistics of each sequence and head by name. For each of the `quantiles`, this is the smallest
+        distance within which a head has that share of its attention. In addition, "within" has the share within each of
+        `WITHIN_DISTANCES`: one value per head and distance, those of one head next to each other.
         """
         if self.histogram is None:
             return {}
@@ -144,8 +144,8 @@ def _padded(one: Tensor, other: Tensor) -> list[Tensor]:
 def _sums_of_diagonals(
     row_block: RowBlock, weights: Float[Tensor, "batch heads rows columns"]
 ) -> Float[Tensor, "batch heads distances"]:
-    """Return the sum of attention weights at each distance, if the positions of rows and keys ascend one by one.
-    Weights at the same distance are then on a diagonal.
+    """Return, for each distance between query and key, the sum of the attention weights at this distance. The positions
+    of rows and keys must ascend one by one, so that weights at the same distance are on a diagonal.
     """
     visibility = row_block.visibility
     rows, last = weights.shape[2], int(visibility.query_positions[0, -1])
@@ -169,8 +169,8 @@ def _sums_by_lag(
     lags: Int[Tensor, "#batch rows columns"],
     has_position: Tensor,
 ) -> Float[Tensor, "batch heads distances"]:
-    """Return the sum of attention weights at each distance, for any positions. `lags` has the signed distances; keys
-    for which `has_position` is False are left out.
+    """Return, for each distance between query and key, the sum of the attention weights at this distance, for any
+    positions. `lags` has the signed distances. Keys for which `has_position` is False are left out.
     """
     distances = lags.abs().expand(len(weights), -1, -1).masked_fill(~has_position[:, None], 0)
     counted = weights.double().masked_fill(~has_position[:, None, None], 0.0).flatten(2)
@@ -181,7 +181,9 @@ def _sums_by_lag(
 def _sums_of_first(
     row_block: RowBlock, weights: Float[Tensor, "batch heads rows columns"], first: int
 ) -> Float[Tensor, "batch heads distances"]:
-    """Return the sum of attention weights at each distance, over the first `first` tokens of each sequence only."""
+    """Return, for each distance between query and key, the sum of the attention weights at this distance. Only keys
+    that are among the first `first` tokens of a sequence are included.
+    """
     visibility = row_block.visibility
     if visibility.grid.uses_default_positions:
         number = visibility.key_indices - visibility.first_key[..., None]  # (batch, rows or 1, columns)

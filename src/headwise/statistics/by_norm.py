@@ -54,8 +54,9 @@ LARGEST_DIFFERENCE = 1e-3
 
 @dataclass(frozen=True)
 class NormStatistics(FurtherStatistics):
-    """Statistics of norm-weighted attention, in which each attention weight is multiplied by the norm of the vector
-    that it weights. Also the changes from the statistics of the attention weights.
+    """Statistics of norm-weighted attention: each attention weight is multiplied by the norm of the key's value vector
+    after the output projection, and the products are divided by their sum over keys. For each statistic, the difference
+    from the same statistic of the attention weights is also included.
     """
 
     measured: frozenset[str] | None = frozenset({"entropy", "output_norm"})
@@ -68,16 +69,16 @@ class NormStatistics(FurtherStatistics):
         return (*(name + suffix for name in row_statistics() for suffix in (BY_NORM, CHANGE)), MOVED, PREFERENCE)
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> "NormSums | str":
-        """Return empty sums for an attention call. If the slices of its output projection are unknown (None), return
-        the reason as text.
+        """Return empty sums for an attention call. If `slices`, the heads' slices of the output projection, are unknown
+        (None), return the reason as text.
         """
         return NO_PROJECTION if slices is None else NormSums(slices)
 
 
 @dataclass
 class NormSums(FurtherSums):
-    """Sums over query rows of each statistic, once for norm-weighted attention (`by_norm`) and once for the attention
-    weights (`by_weight`), over the same rows.
+    """Sums of each statistic over the same query rows for two kinds of weights: norm-weighted attention (`by_norm`) and
+    the attention weights (`by_weight`).
 
     Attributes:
         differences: sums over rows of the two statistics that compare norms with weights, and the number of rows.
@@ -132,8 +133,9 @@ class NormSums(FurtherSums):
         return found | {name: (each / count, count > 0) for name, each in zip((MOVED, PREFERENCE), sums, strict=True)}
 
     def _has_values(self, row_block: RowBlock) -> bool:
-        """Return True if the values that the attention weights average are known. To check this, the output of the
-        block's last row is compared with the sum of weights times values; they must be equal up to rounding.
+        """Return True if the value vectors in a row block are known to be those that the attention weights average. To
+        check this, the output of the block's last row is compared with the sum of weights times values; they must be
+        equal up to rounding.
         """
         values, grid = row_block.values, row_block.grid
         if values is None or row_block.out is None or values.shape[::2] != (grid.batch, grid.keys):

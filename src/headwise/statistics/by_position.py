@@ -113,8 +113,8 @@ class PositionSums(FurtherSums):
     def values(self) -> Values:
         """Return two results per statistic, for each sequence and head: the mean in each bin of query positions, and
         the least-squares slope of the values on the logarithm of the position. The means have shape `(batch, heads *
-        bins)`, with the bins of one head next to each other. A slope that could be due to rounding is set to 0, because
-        rounding has the same sign in many sequences.
+        bins)`, with the bins of one head next to each other. A slope that could be due to rounding alone is set to 0.
+        Rounding errors have the same sign in many sequences, so they would look like a real slope.
         """
         if self.sums is None:
             return {}

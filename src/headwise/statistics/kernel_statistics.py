@@ -79,8 +79,8 @@ _cached: WeakKeyDictionary[CallContext, dict[tuple[int, int, int], KernelInputs]
 
 def kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs | None:
     """Return the tokens, positions and padding of an attention call in the form that the statistics kernels read.
-    Return None if its key positions do not ascend one by one. The result is cached for other layers, unless only this
-    call states the positions.
+    Return None if the key positions do not ascend one by one. The result is cached for calls of other layers, unless
+    the positions were passed to this call only.
     """
     grid = problem.grid
     is_of_context = context.positions is not None or grid.uses_default_positions
@@ -127,7 +127,8 @@ def kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs | None
 
 def why_not(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str | None:
     """Return the reason that the kernels cannot compute statistics of this attention call, as one sentence. Return None
-    if they can compute those in `COMPUTED`. `measured` has the names of the wanted statistics; None means all.
+    if they can compute the statistics named in `COMPUTED`. `measured` has the names of the wanted statistics; None
+    means all.
     """
     wanted = STATISTICS.keys() if measured is None else measured
     if wanted.isdisjoint(COMPUTED):
@@ -268,9 +269,9 @@ def _tally(
     inputs: KernelInputs,
     like: Tally,
 ) -> Tally:
-    """Return a new tally: the sums of the statistics over the query rows of a call, computed from the kernels' numbers
-    for each row and key. The tally `like` states which statistics are wanted; its additional statistics (`further`) are
-    updated, too.
+    """Return a new tally: the sums of the statistics over the query rows of a call. The sums are computed from the
+    kernels' results for each row (`values`) and each key (`received` and `seen_by`). The tally `like` states which
+    statistics are wanted; its additional statistics (`further`) are updated, too.
     """
     counted = values["visible keys"] > 0
     if context.real_queries is not None:

@@ -27,8 +27,8 @@ the standard error then has a random error of its own of 1 / sqrt(2 * 1024) = 2 
 
 def clusters_of(documents: Sequence[Hashable]) -> Clusters:
     """Return a cluster number for each sequence, so that sequences of the same document have the same number.
-    `documents` has the document of each sequence of a data set. A negative number marks a sequence that is alone in its
-    document.
+    `documents` has the document of each sequence of a data set. The returned number is negative if no other sequence is
+    from the same document.
     """
     counts = Counter(documents)
     shared_first = sorted(counts, key=lambda document: counts[document] == 1)
@@ -46,8 +46,9 @@ def separate_clusters(sequences: range) -> Clusters:
 
 
 def with_several_values(clusters: Clusters) -> Clusters:
-    """Return cluster numbers for sequences that each have several values. The values of one sequence depend on each
-    other, so a sequence that was alone in its cluster becomes a cluster of several values.
+    """Return the cluster numbers for data with several values per sequence, which depend on each other. A negative
+    number marks a sequence that is the only one of its cluster. It becomes nonnegative, because several values of this
+    sequence now form the cluster.
     """
     return torch.where(clusters < 0, ALONE - clusters, clusters)
 
@@ -64,8 +65,8 @@ class Moments:
 
     @staticmethod
     def of(values: Float[Tensor, "values heads"], is_value: Bool[Tensor, "values heads"]) -> "Moments":
-        """Return the moments of each head's values, over those at which `is_value` is True. NaN among these is not left
-        out.
+        """Return the moments of each head's values. Only values at which `is_value` is True are included, even if they
+        are NaN.
         """
         count = is_value.sum(0).double()
         mean = values.masked_fill(~is_value, 0.0).sum(0) / count.clamp(min=1)
@@ -93,8 +94,8 @@ class ClusterSums:
     def of(
         values: Float[Tensor, "values heads"], is_value: Bool[Tensor, "values heads"], clusters: Int[Tensor, " values"]
     ) -> "ClusterSums":
-        """Return the number and the sum of each head's values in each cluster, over those at which `is_value` is True.
-        `clusters` has the cluster number of each row of `values`.
+        """Return the number and the sum of each head's values in each cluster. Only values at which `is_value` is True
+        are included. `clusters` has the cluster number of each row of `values`.
         """
         empty = values.new_zeros(int(clusters.max()) + 1 if len(clusters) else 0, values.shape[1])
         return ClusterSums(
@@ -210,8 +211,9 @@ class RunningMoments:
     @property
     def degrees_of_freedom(self) -> Float[Tensor, " heads"]:
         """Degrees of freedom of each head's standard error: the effective number of clusters, n^2 / (sum of n_g^2),
-        minus one (Kish 1992). Here n_g is the number of values in cluster g, and n that of all. If all clusters have
-        equally many values, this is the number of clusters minus one. It is 0 where there is no standard error.
+        minus one (Kish 1992). Here n_g is the number of values in cluster g, and n is the number of all values. If all
+        clusters have equally many values, this is the number of clusters minus one. It is 0 where there is no standard
+        error.
         """
         squares = self.alone.count + self.clustered.counts.square().sum(0)
         degrees = self.count**2 / squares.clamp(min=1) - 1

@@ -89,8 +89,8 @@ def _weight_after_copies(row_block: RowBlock, shift: int) -> RowValues | None:
 
 
 def _written_norm(row_block: RowBlock) -> RowValues | None:
-    """Return, for each query row, the norm of the head's contribution to the layer output: its output times its slice
-    of the output projection. Return None if the output or the projection is unknown.
+    """Return, for each query row, the norm of a head's contribution to the layer output. The contribution is the head's
+    output times the head's slice of the output projection. Return None if the output or the projection is unknown.
     """
     if row_block.out is None or row_block.gram is None:
         return None
@@ -102,8 +102,8 @@ def _written_norm(row_block: RowBlock) -> RowValues | None:
 def _largest_logit(
     name: str, meaning: str, definition: str, scores: Callable[[RowBlock], Float[Tensor, "kv stacked 1"] | None]
 ) -> FromSums:
-    """Return a statistic whose value for a head is its largest score. `scores` returns the largest score of each query
-    row of a block. Rows that are padding or have no visible key are left out.
+    """Return the definition of a statistic: the largest attention score of each head. The function `scores` returns the
+    largest score of each query row of a row block. Rows that are padding or have no visible key are left out.
     """
 
     def contribute(row_block: RowBlock) -> Sums | None:
@@ -141,8 +141,8 @@ def _received_sums(row_block: RowBlock) -> Sums:
 def _largest_received(
     received: Float[Tensor, "batch heads keys"], seen_by: Float[Tensor, "batch heads keys"]
 ) -> Float[Tensor, "batch heads"]:
-    """Return, for each head, the attention weight received by a key, averaged over the rows that may attend to it, and
-    maximised over keys. Keys that few rows may attend to, less than half of the most for any key, are left out. The
+    """Return, for each head, the largest attention weight that a key receives on average over the rows that may attend
+    to it. A key is left out if fewer than half as many rows may attend to it as to the key with the most such rows. The
     result is NaN if no row may attend to any key.
     """
     most = seen_by.amax(-1, keepdim=True)

@@ -63,9 +63,9 @@ def row_blocks_of_weights(
     scores: tuple[Scores | None, Scores | None] = (None, None),
 ) -> Iterator[RowBlock]:
     """Split existing attention weights into row blocks (some of the query rows, for all heads and keys), and yield
-    these. `visible(rows)` is True where a row may attend to a key, and may lack hidden keys at the end; by default,
-    keys of weight 0 are hidden. The head outputs are `out` or, with `with_output`, the weights times `values`. `scores`
-    has the scores of the weights, and the same before a softcap.
+    them. `visible(rows)` returns a mask that is True where a row may attend to a key; hidden keys at its end may be
+    missing. By default, keys of weight 0 are hidden. The head outputs are `out` or, with `with_output`, the weights
+    times `values`. `scores` has the attention scores after and before a softcap.
     """
     batch, heads, queries, keys = weights.shape
     grid = Grid(batch, heads, queries, keys, weights.device)

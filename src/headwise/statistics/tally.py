@@ -250,9 +250,9 @@ def _other_statistics(left_out: Collection[str] = ()) -> Iterator[FromSums]:
 
 
 def _of_same_keys(statistic: FromSums, *first_tokens_and_sums: tuple[int, Tensor]) -> list[Tensor]:
-    """Return the sums of one statistic from several calls, aligned so that they can be merged. Each tensor of sums is
-    passed with the number of the token that its first key stands for. If there is one sum per key, each tensor is
-    extended to the keys of all calls.
+    """Return the sums of one statistic from several calls, aligned so that they can be merged. Each call is a pair: the
+    token number of its first key, and its tensor of sums. If the statistic has one sum per key, each tensor is extended
+    to the keys of all calls.
     """
     sums = [part for _, part in first_tokens_and_sums]
     if not statistic.is_per_key:
