@@ -107,9 +107,9 @@ class FinishedTrial:
 
 
 class TrialStore:
-    """Trials of a study (its trainings) in Optuna's database, which several processes share. Those of a head setting
-    are in Optuna's study `name/setting`. The store also has values on which all processes agree: the plan, the number
-    of learning-rate trials of each setting after the search, and the working time of each process.
+    """Trials of a study (its trainings) in Optuna's database, which several processes share. The trials of each head
+    setting are in Optuna's study `name/setting`. The database also stores values on which all processes agree: the
+    plan, the number of learning-rate trials of each setting after the search, and the working time of each process.
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class TrialStore:
         return {key for key, trial in self._living() if not trial.state.is_finished()}
 
     def finished(self) -> list[FinishedTrial]:
-        """Return the results of all trials (trainings) that are complete or were stopped early, by head setting and
-        start.
+        """Return the results of all trials (trainings) that are complete or were stopped early, ordered by head setting
+        and then by start.
         """
         results = []
         for key, trial in self._living():
@@ -288,8 +288,8 @@ class TrialStore:
             raise errors[0]
 
     def _living(self) -> Iterator[tuple[TrialKey, Any]]:
-        """Yield the key and the Optuna trial of each trial that is running, complete or stopped early, by head setting
-        and start.
+        """Yield the key and the Optuna trial of each trial that is running, complete or stopped early, ordered by head
+        setting and then by start.
         """
         states = self._optuna.trial.TrialState
         for setting, study in self._studies.items():

@@ -16,8 +16,8 @@ from headwise.shapes import Bool, Float
 
 
 def with_slopes(output: Tensor, on_slopes: Callable[[Tensor], None]) -> Tensor:
-    """Register the function `on_slopes`, which the backward pass calls with the gradient of a module's output. Return
-    this output; if it requires no gradient, return a detached tensor that does.
+    """Return a module's `output`, such that the backward pass calls the function `on_slopes` with the gradient of this
+    output. An output that requires no gradient is replaced by a detached tensor that requires one.
     """
     output = output if output.requires_grad else output.detach().requires_grad_()
     output.register_hook(on_slopes)  # type: ignore[no-untyped-call]
@@ -51,9 +51,9 @@ def projection_inputs(
 def projection_slopes(
     model: nn.Module, paths: Collection[str], batch: Mapping[str, Any]
 ) -> Iterator[dict[str, list[list[SequenceVectors]]]]:
-    """Record the gradients of the outputs of the projections at some paths, in backward passes while the context is
-    open. Yield a dictionary from each path to a list per call of the projection, with one entry per sequence. The list
-    is empty if the call gets no gradient.
+    """Record the gradients of the outputs of the projections at `paths`, in backward passes while the context is open.
+    Yield a dictionary from each path to a list with one item per call of the projection. Each item is a list with one
+    entry per sequence; it is empty if the backward pass does not reach the call.
     """
     recorded: dict[str, list[list[SequenceVectors]]] = {path: [] for path in paths}
 

@@ -205,7 +205,8 @@ class HeadKeys(NamedTuple):
 
 def attend_to(keys: HeadKeys, call: HFCall, heads: list[int] | slice, mask: Mask, *, return_lse: bool = False) -> Any:
     """Compute attention of the query heads `heads` of a call to the keys and values in `keys`, with the score options
-    of the call. The last keys belong to the queries. The mask is applied by position.
+    of the call. The last keys belong to the same tokens as the queries. The mask compares the positions of queries and
+    keys.
     """
     q, positions, options = call.q[:, heads], keys.positions, call.score_options
     if options["sinks"] is not None:
