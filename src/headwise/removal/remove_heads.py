@@ -23,7 +23,8 @@ heads, among those of the dense model."""
 def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record: bool = True) -> None:
     """Remove all heads except those in `kept` from attention modules of a model, in place. The usual fields of the
     model's configuration then state the remaining heads. If these fields cannot state them, an additional field, the
-    record, lists them; with `may_record` False, `InputError` is raised instead.
+    record, lists them. `InputError` is raised instead if `may_record` is False, or if a module reads its number of
+    heads from the configuration.
     """
     if hasattr(getattr(model, "config", None), RECORD):
         expected = "one without removed heads that its configuration records"

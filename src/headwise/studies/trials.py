@@ -142,8 +142,8 @@ class TrialStore:
     # -- agreements between processes ---------------------------------------------------------------------------------
 
     def agree_on_plan(self, make_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the study's plan that the database has. If it has none, store the plan that `make_plan` returns; if
-        another process stores one first, return that one.
+        """Return the plan of the study that is stored in the database. If there is none yet, store the plan that
+        `make_plan` returns. If another process stores one first, return the plan of that process.
         """
         if not self._root.get_trials(deepcopy=False):
             trial = self._optuna.trial.create_trial(value=0.0, user_attrs={"plan": make_plan()})

@@ -88,8 +88,8 @@ def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tenso
 
 
 def _backward(output: Any, batch: Mapping[str, Any]) -> str:
-    """Run the backward pass of a model's output, with a random direction as its gradient. Return "", or the reason as a
-    text if the output has no derivatives.
+    """Run the backward pass from a model's output, with a random tensor as the gradient of this output. Return "", or,
+    if the output has no derivatives, the reason as a text.
     """
     logits, hidden = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
     tensors = [tensor for tensor in floating_tensors([logits, hidden, output]) if tensor.requires_grad]
@@ -152,8 +152,8 @@ class WeightGradients:
 
 
 def require_slope(loss: Any) -> None:
-    """Raise `InputError` if `loss` is not a loss function. Also raise it if `loss` is a distance between the outputs of
-    a model and of the unchanged model: in the unchanged model, the derivatives of this distance are 0.
+    """Raise `InputError` if `loss` is not a loss function. Also raise it if `loss` is a distance from the outputs of
+    the unchanged model: in that model, the derivatives of this distance are 0.
     """
     require_loss(loss)
     if hasattr(loss, "prepare"):

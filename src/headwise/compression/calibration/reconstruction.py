@@ -104,8 +104,8 @@ def _in_order_of_runs(
 
 
 def output_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out width"]:
-    """Return the weight of a module's output projection in the layout of `nn.Linear`, `(out, in)`. It is a view of the
-    parameter, which shares its memory.
+    """Return the weight of a module's output projection in the layout of `nn.Linear`, `(out, in)`. The returned tensor
+    is a view that shares the memory of the parameter.
     """
     (axis,) = [each for each in module.blocks if each.parameter == f"{module.output}.weight"]
     weight = model.get_parameter(axis.parameter).detach()

@@ -78,7 +78,8 @@ def _projection_calls(
     on_call: Callable[[str, _Division, Tensor, Tensor], Tensor | None],
 ) -> Iterator[None]:
     """Call `on_call` after each forward pass of an output projection while the context is open. Its arguments are the
-    path, a function that divides token vectors by sequence, the input, and the output, which it may replace.
+    path, a function that divides token vectors by sequence, the input, and the output. If `on_call` returns a tensor,
+    this tensor replaces the output.
     """
     lengths: dict[str, Tensor] = {}
     sequences = count_sequences_and_tokens(batch)[0]
@@ -122,8 +123,8 @@ def _projection_calls(
 
 def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
     """Return the batch's padding mask in the shape of the tokens of `inputs`, True for tokens that are not padding.
-    Return None if no mask has this shape. Raise `InputError` if a mask with padding cannot be assigned to the
-    tokens.
+    Return None if no mask has this shape. Raise `InputError` if padding is stated in another form: by a
+    `key_padding_mask`, or by a mask with as many elements but another shape.
     """
     for name, value in batch.items():
         if name.endswith("key_padding_mask") and isinstance(value, Tensor) and bool(value.any()):

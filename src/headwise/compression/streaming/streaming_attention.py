@@ -150,8 +150,8 @@ def _refusal(path: str, got: str) -> InputError:
 
 
 def _positions_in(path: str, mask: Tensor, queries: int, keys: int) -> TokenPositions:
-    """Return the positions of the keys that a causal attention mask with padding implies: they count the tokens of a
-    sequence without padding. Raise `InputError` for other masks.
+    """Derive the positions of the keys from a causal attention mask with padding. A position counts the tokens before
+    the key in its sequence, without padding. Raise `InputError` for masks that are not of this form.
     """
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != keys or mask.shape[2] != queries:
         raise _refusal(path, f"a mask of shape {tuple(mask.shape)}")

@@ -69,7 +69,7 @@ def _classes() -> tuple[Any, Any]:
 class StreamingStorage:
     """Keys and values of one layer: of all tokens for full heads, and of the first tokens and a window for streaming
     heads. `update` returns placeholder tensors in the shape of all keys and values. The module's attention then calls
-    `join`, which stores the new keys and values. It returns the stored ones for full heads and for streaming heads.
+    `join`, which stores the new keys and values, and returns the keys and values of both kinds of heads.
 
     Attributes:
         keys, values: those of the heads that attend to all tokens `(batch, full heads, tokens, ...)`; None at first.
@@ -236,8 +236,7 @@ class StreamingStorage:
         return self._tokens + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace sequence i of the batch by the present sequence `beam_idx[i]`, for each i, as beam search requires.
-        """
+        """Reorder the sequences of the batch for beam search: sequence i becomes the present sequence `beam_idx[i]`."""
         self._map_sequences(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -152,8 +152,8 @@ class StreamingHeads(JsonResult):
 
     def cache_bytes(self, length: int, *, batch: int = 1, dtype: torch.dtype | None = None) -> CacheBytes:
         """Return the bytes of all keys and values after a text of `length` tokens, in a `DynamicCache` and in the
-        streaming cache of the method `cache`. Layers with the model's own sliding window store `window - 1` tokens in
-        both.
+        streaming cache of the method `cache`. In both, a layer in which the model itself has a sliding window of w
+        tokens stores at most w - 1 tokens.
 
         Args:
             length: number of tokens of the text, including padding.
@@ -179,8 +179,7 @@ class StreamingHeads(JsonResult):
         reads. The file `full_attention_heads.tsv` has a rank from 0 to 1 for each layer and key/value head; streaming
         heads have the lowest ranks. `config.json` states the sizes of the window and of the first tokens.
 
-        The numbers are the ranks of the heads, such that the streaming heads have the lowest ones: a reader that makes
-        the share `streaming_kv_heads / kv_heads` of the heads streaming heads gets exactly these.
+        The streaming heads are exactly the share `streaming_kv_heads / kv_heads` of all heads that has the lowest ranks.
 
         Args:
             folder: folder for the two files, which is made if there is none.
