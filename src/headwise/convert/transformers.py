@@ -117,10 +117,10 @@ def _options_and_parameters(block: Any) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def _parameters(family: Family, block: Any, attention: Any) -> dict[str, Tensor]:
-    """Return the parameters of an attention block, not copied: weights and biases of its projections and, where the
-    block has them, parameters of the query and key norms and sink logits. Each key is the name of the
-    `MultiHeadAttention` parameter with the same values. Weights that the block stores transposed are returned as
-    transposed views, which are read and written without rounding.
+    """Return the parameters of an attention block, not copied: weights and biases of its projections and, if the block
+    has them, sink logits and the parameters of query and key norms. Each key is the name of the `MultiHeadAttention`
+    parameter with the same values. Weights that the block stores transposed are returned as transposed views, which are
+    read and written without rounding.
     """
     names = ("qkv_proj",) if len(family.inputs) == 1 else SEPARATE
     kind = "Conv1D" if family.is_transposed else "Linear"

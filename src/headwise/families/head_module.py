@@ -83,8 +83,8 @@ class HeadBlocks:
 
 @dataclass(frozen=True)
 class HeadModule:
-    """Attention module, described by its number of query heads and of key/value heads, the widths of these heads, and
-    the indices of each head in the module's parameters.
+    """Attention module, described by its numbers of query heads and key/value heads, the widths of these heads, and the
+    rows and columns of its weights that belong to each head.
 
     Attributes:
         path: path of the module in the model.

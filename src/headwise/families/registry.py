@@ -414,8 +414,8 @@ def relative_path(path: str, name: str) -> str:
 
 
 def _split(parts: list[Part], projections: int) -> list[list[Part]]:
-    """Return, for each of several projections, the parts (such as queries, keys and values) that it computes: all parts
-    for a single projection, otherwise one part for each.
+    """Distribute parts of an attention module's input projections, such as queries, keys and values. A single
+    projection computes all parts; otherwise each projection computes one part.
     """
     return [parts] if projections == 1 else [[part] for part in parts]
 

@@ -130,9 +130,9 @@ product is exact, unless the order of sums differs between calls."""
 
 
 def require_scalable(model: nn.Module, slices: Iterable[HeadSlice]) -> None:
-    """Raise `InputError` unless multiplying a slice of a projection's parameters by a factor multiplies the output
-    features of this slice by the same factor, and changes nothing else. To check this, projections run on random inputs
-    while the slices are halved.
+    """Raise `InputError` unless a slice of a projection's parameters can be scaled: a factor on the slice multiplies
+    the output features of this slice, and changes nothing else. To check this, projections run on random inputs while
+    the slices are halved.
     """
     by_parameter = _by_parameter(slices)
     by_owner: dict[str, dict[str, list[HeadSlice]]] = {}

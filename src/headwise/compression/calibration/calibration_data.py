@@ -63,8 +63,8 @@ def scored_heads(model: nn.Module, batch: Any) -> tuple[ScoredHead, ...]:
 
 def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, Any]]:
     """Return the batches of a calibration set, moved to the model's device, with arguments that disable the model's
-    key/value cache. Raise `InputError` if there are no batches, or if a batch for an encoder-decoder has a padding mask
-    for the source tokens but none for the target tokens.
+    key/value cache. Raise `InputError` if there are no batches. For an encoder-decoder, also raise it if a batch has a
+    padding mask for the source tokens but none for the target tokens.
     """
     batches = [to_device(batch, device_of(model)) for batch in iterate_batches(calibration)]
     if not batches:

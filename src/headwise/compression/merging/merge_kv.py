@@ -211,8 +211,8 @@ def _align(
 def _aligned(
     products: Float[Tensor, "heads heads width width"], freedom: Freedom, size: int
 ) -> Float[Tensor, "heads width width"]:
-    """Return one orthogonal matrix per head, from the set `freedom`. After the features of each head are multiplied by
-    its matrix, the heads of each group of `size` consecutive heads differ least from the mean of their group.
+    """Return one orthogonal matrix per head, from the set `freedom`, by which the features of the head are multiplied.
+    After this, the heads of each group of `size` consecutive heads differ least from the mean of their group.
     """
     groups = (slice(start, start + size) for start in range(0, len(products), size))
     return torch.cat([align(products[group, group], freedom) for group in groups])
@@ -246,8 +246,8 @@ def kv_moments(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> dict[str, _Moments]:
     """Run a model on batches, and return three sums over all tokens that are not padding, for each attention module, by
-    path. With queries q, keys k and values v, these are the sum of `|q|^2` for each query head, and the sums of `k_i
-    k_j^T` and of `v_i v_j^T` for each pair of key/value heads i and j.
+    path. With queries q, keys k and values v, the first is the sum of `|q|^2` for each query head. The others are the
+    sums of `k_i k_j^T` and of `v_i v_j^T` for each pair of key/value heads i and j.
     """
     heads_of_batches(model, batches)
     blocks_of = {

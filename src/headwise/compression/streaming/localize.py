@@ -353,8 +353,8 @@ class WindowEffects(ModuleAttention):
     @torch.no_grad()
     def _change(self, call: HFCall, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compare full attention with attention to the first tokens and the window. Return the change of head outputs
-        `(batch, heads, queries, value_dim)`. Also return, for each key/value head, the sum of the attention weights on
-        all other tokens, and a mask `(batch, queries)`, True for queries that have such other tokens.
+        `(batch, heads, queries, value_dim)` and, for each key/value head, the sum of the attention weights on all other
+        tokens. Also return a mask `(batch, queries)`, True for queries that have such other tokens.
         """
         batch, _, queries, _ = call.q.shape
         positions = self._reader.read(self.path, call).positions

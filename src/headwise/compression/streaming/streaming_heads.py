@@ -179,7 +179,7 @@ class StreamingHeads(JsonResult):
         reads. The file `full_attention_heads.tsv` has a rank from 0 to 1 for each layer and key/value head; streaming
         heads have the lowest ranks. `config.json` states the sizes of the window and of the first tokens.
 
-        The streaming heads are exactly the share `streaming_kv_heads / kv_heads` of all heads that has the lowest ranks.
+        The streaming heads are the share `streaming_kv_heads / kv_heads` of all heads that has the lowest ranks.
 
         Args:
             folder: folder for the two files, which is made if there is none.
