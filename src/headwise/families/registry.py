@@ -414,8 +414,8 @@ def relative_path(path: str, name: str) -> str:
 
 
 def _split(parts: list[Part], projections: int) -> list[list[Part]]:
-    """Distribute parts of an attention module's input projections, such as queries, keys and values. A single
-    projection computes all parts; otherwise each projection computes one part.
+    """Return, for each projection of an attention module, the parts that it computes, such as queries, keys and values.
+    A single projection computes all parts; several projections compute one part each.
     """
     return [parts] if projections == 1 else [[part] for part in parts]
 

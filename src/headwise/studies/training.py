@@ -268,7 +268,8 @@ class StudyDefinition:
     ) -> tuple[float, dict[str, Any]]:
         """Train a model for one trial of a study. Return its held-out loss (infinite if training diverged) and further
         measurements by name. In a learning-rate trial, the model is also evaluated after half and three quarters of the
-        steps. The trial then ends with `optuna.TrialPruned` if the loss is not finite or Optuna's pruner stops it.
+        steps. At each of these points, the trial ends with `optuna.TrialPruned` if the loss is not finite or Optuna's
+        pruner stops it.
         """
         start = time.perf_counter()
         seed = self.seed + (key.number if key.final else 0)
