@@ -118,9 +118,9 @@ def scores_with_scale(layer: MultiHeadAttention) -> Scores:
 def layer_from_maps(
     maps: Sequence[LinearMap], arguments: Sequence[str], num_heads: int, num_kv_heads: int, **options: Any
 ) -> MultiHeadAttention:
-    """Return a new `MultiHeadAttention` with copies of the query, key, value and output projections in `maps`. Its
-    widths follow from their shapes and the numbers of heads. `arguments` names, for error messages, the caller's
-    argument that each map came from. `options` are further constructor arguments.
+    """Return a new `MultiHeadAttention` with copies of the query, key, value and output projections in `maps`. The
+    widths of the layer follow from the shapes of the maps and the numbers of heads. `arguments` has, for error
+    messages, the name of the caller's argument that each map came from. `options` are further constructor arguments.
 
     If one of query, key and value has a bias, the layer has one for all three, zero where there was none.
     """

@@ -117,10 +117,10 @@ def _options_and_parameters(block: Any) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def _parameters(family: Family, block: Any, attention: Any) -> dict[str, Tensor]:
-    """Return the parameters of an attention block, not copied: weights and biases of its projections and, where the
-    block has them, parameters of the query and key norms and sink logits. Each key is the name of the
-    `MultiHeadAttention` parameter with the same values. Weights that are stored transposed are returned as views, so
-    that they can be read and written bit by bit.
+    """Return the parameters of an attention block, not copied: weights and biases of its projections and, if the block
+    has them, sink logits and the parameters of query and key norms. Each key is the name of the `MultiHeadAttention`
+    parameter with the same values. Weights that the block stores transposed are returned as transposed views, which are
+    read and written without rounding.
     """
     names = ("qkv_proj",) if len(family.inputs) == 1 else SEPARATE
     kind = "Conv1D" if family.is_transposed else "Linear"
@@ -172,7 +172,8 @@ def _options(family: Family, block: nn.Module, attention: Any, parameters: dict[
 
 def _qk_norm(family: Family, attention: nn.Module, head_dim: int) -> QKNorm | None:
     """Return the `QKNorm` option that describes the query and key norms of an attention module: their kind (RMS or
-    layer norm), their span (each head, or all heads together) and their epsilon. Return None for one without norms.
+    layer norm), their span (each head, or all heads together) and their epsilon. Return None for a module without such
+    norms.
     """
     norm: Any = next(iter(family.norms(attention)), None)
     if norm is None:

@@ -83,7 +83,8 @@ class HeadBlocks:
 
 @dataclass(frozen=True)
 class HeadModule:
-    """Attention module with its numbers of heads, their widths, and the location of each head in its parameters.
+    """Attention module, described by its numbers of query heads and key/value heads, the widths of these heads, and the
+    rows and columns of its weights that belong to each head.
 
     Attributes:
         path: path of the module in the model.
@@ -104,9 +105,9 @@ class HeadModule:
     output: str
 
     def parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, list[HeadBlocks]]]:
-        """Return each parameter of the module that contains heads, with the blocks of indices that belong to each head.
-        All blocks of a parameter are along the same axis. Raise `InputError` if its length along this axis is not that
-        of all blocks.
+        """Return each parameter of the module that contains heads, with the blocks of indices of these heads. All
+        blocks of a parameter are along the same axis. Raise `InputError` if the parameter's length along this axis
+        differs from the length of all blocks together.
         """
         blocks_of: dict[str, list[HeadBlocks]] = {}
         for each in self.blocks:
@@ -136,8 +137,8 @@ class HeadModule:
         return KeptHeads(tuple(heads), tuple(kv for kv, size in enumerate(sizes) if size))
 
     def set_counts(self, module: nn.Module, kept: KeptHeads) -> None:
-        """Set the attributes that store numbers of heads, or widths that follow from them, to their values for the
-        remaining heads.
+        """Set the attributes of an attention module that state numbers of heads, or widths that follow from them, to
+        their values for the remaining heads.
         """
         for name, count in COUNTS.items():
             if name not in vars(module):

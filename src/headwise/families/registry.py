@@ -95,15 +95,17 @@ class Family:
         return tuple(norm for norm in norms if norm is not None)
 
     def rotated_share(self, module: Any) -> float:
-        """Return the share, from 0 to 1, of the features of each head that rotary positions rotate. They are the first
-        ones.
+        """Return the share, from 0 to 1, of each head's features that the rotary position embedding rotates. The
+        rotated features are the first ones of the head.
         """
         if self.positions == "partly rotary":
             return float(module.config.rope_parameters.get("partial_rotary_factor", 1.0))
         return 1.0 if self.positions == "rotary" else 0.0
 
     def places(self, model: nn.Module, path: str) -> HeadModule:
-        """Return the numbers, widths and locations of the heads in the parameters of the attention module at `path`."""
+        """Return how many query and key/value heads the attention module at `path` has, their widths, and the rows and
+        columns of the weights that belong to each head.
+        """
         module: Any = model.get_submodule(path)
         if len(self.inputs) == 1 and getattr(module, "is_cross_attention", False):
             raise InputError("model", expected="self-attention", got=f"cross-attention with fused keys in {path}")
@@ -125,9 +127,10 @@ class Family:
 
 @dataclass(frozen=True)
 class LatentFamily(Family):
-    """Attention modules that compute keys and values from a latent vector which all heads share (DeepSeek V2). For each
-    head, the projections compute a query `[head_dim | rotary_dim]`, and a key and value `[head_dim | value_dim]`.
-    `inputs` are the projections into queries, from a latent into queries, and from a latent into keys and values.
+    """Attention modules that compute the keys and values of all heads from one latent vector per token (DeepSeek V2). A
+    query is `[head_dim | rotary_dim]`: features without and with rotary positions. One projection computes the key and
+    the value of a head together, `[head_dim | value_dim]`. `inputs` are the projections into queries, from a latent
+    into queries, and from a latent into keys and values.
 
     Attributes:
         rotary_dim: attribute with the width of the rotated part of a query.
@@ -329,8 +332,9 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """Return the description of an attention module's architecture, found by the name of its class. Return None if the
-    name is unknown, or if another class has the name of one of headwise or torch.
+    """Return the description of an attention module's architecture, found by the name of the module's class. Return
+    None if no architecture has a class of this name. Also return None if the name is that of a layer of headwise or
+    torch, but the class is another one.
     """
     family = next((family for family in FAMILIES if type(module).__name__ in family.classes), None)
     return family if family is None or not family.types or type(module) in family.types else None
@@ -381,8 +385,9 @@ def places_of_heads(model: nn.Module, path: str) -> HeadModule:
 
 
 def head_module(model: nn.Module, path: str) -> HeadModule:
-    """Return the numbers, widths and locations of the heads of the attention module at `path`. Raise `InputError` if
-    they are unknown, or if heads of this module cannot be removed.
+    """Return how many query and key/value heads the attention module at `path` has, their widths, and the rows and
+    columns of the weights that belong to each head. Raise `InputError` if these are unknown, or if heads of this module
+    cannot be removed.
     """
     places, module = places_of_heads(model, path), model.get_submodule(path)
     family = family_of(module)
@@ -409,8 +414,8 @@ def relative_path(path: str, name: str) -> str:
 
 
 def _split(parts: list[Part], projections: int) -> list[list[Part]]:
-    """Distribute the parts, such as queries, keys and values, among projections: all in a single projection, or one in
-    each.
+    """Return, for each projection of an attention module, the parts that it computes, such as queries, keys and values.
+    A single projection computes all parts; several projections compute one part each.
     """
     return [parts] if projections == 1 else [[part] for part in parts]
 

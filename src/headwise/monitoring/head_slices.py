@@ -73,16 +73,16 @@ HeadSlices = tuple[tuple[HeadSlice, ...], ...]
 
 
 def is_known(module: nn.Module) -> bool:
-    """Return True if the class of an attention module determines its query and key projections, or why its logits do
-    not scale with them. Otherwise the projections must be derived from a run.
+    """Return True if the class of an attention module is enough to find its query and key projections, or to state why
+    its logits do not scale with them. Otherwise the projections must be found by a run of the module.
     """
     package, is_named = type(module).__module__.partition(".")[0], family_of(module) is not None
     return package == "headwise" or (package in ("torch", "transformers") and is_named) or bool(_why_not(module))
 
 
 def head_slices(model: nn.Module, path: str) -> HeadSlices:
-    """Return, for each head of the attention module at `path`, the slices of parameters that compute its query and key.
-    Raise `InputError` if its logits do not scale with these slices.
+    """Return, for each head of the attention module at `path`, the slices of parameters that compute the head's query
+    and key. Raise `InputError` if the attention logits of the module do not scale with these slices.
     """
     module = model.get_submodule(path)
     if reason := _why_not(module):
@@ -130,8 +130,9 @@ product is exact, unless the order of sums differs between calls."""
 
 
 def require_scalable(model: nn.Module, slices: Iterable[HeadSlice]) -> None:
-    """Raise `InputError` unless multiplying the slices by factors multiplies the same output features of their
-    projections, and changes nothing else. To check it, projections run on random inputs while the slices are halved.
+    """Raise `InputError` unless a slice of a projection's parameters can be scaled: a factor on the slice multiplies
+    the output features of this slice, and changes nothing else. To check this, projections run on random inputs while
+    the slices are halved.
     """
     by_parameter = _by_parameter(slices)
     by_owner: dict[str, dict[str, list[HeadSlice]]] = {}
@@ -460,8 +461,8 @@ def _only_at(slopes: Mapping[str, Tensor], token: int) -> Rows:
 
 
 def _own(rows: Sequence[Rows]) -> list[Rows]:
-    """Return the features of each head in the linear maps of which no two heads share a feature. Maps with shared
-    features, such as projections into a latent of all heads, are left out.
+    """Return the output features that belong to each head, in those linear maps where no feature belongs to two heads.
+    Maps with shared features, such as projections into a latent of all heads, are left out.
     """
     counts: dict[tuple[str, int], int] = {}
     for of_head in rows:

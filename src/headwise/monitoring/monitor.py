@@ -30,8 +30,9 @@ INDICATORS = frozenset({"entropy", "output_norm"})
 
 class TrainingObserver(StatisticsObserver):
     """Interceptor that computes head statistics in the forward passes of a training. The model's own functions compute
-    all outputs, which keep their bits. It does not observe modules in evaluation mode, nor passes that activation
-    checkpointing repeats. After `sequences` sequences in a module, further forward passes are not observed.
+    all outputs, which therefore stay equal in every bit. Modules in evaluation mode are not observed, nor are forward
+    passes that activation checkpointing repeats. After `sequences` sequences in a module, further forward passes of
+    this module are not observed.
 
     Attributes:
         inputs: arguments of the latest call of the model, by name; None before the first one.
@@ -46,8 +47,9 @@ class TrainingObserver(StatisticsObserver):
         self.inputs: Mapping[str, Any] | None = None
 
     def on_model_call(self) -> None:
-        """Start a forward pass of the model in this thread, and count the sequences of the previous one. They are
-        counted only now, since a module may attend several times to the same sequences in one pass.
+        """Start a forward pass of the model in this thread, and add the sequences of the previous pass to the number
+        that each module has observed. They are added only now, since a module may attend several times to the same
+        sequences in one pass.
         """
         super().on_model_call()
         for path, sequences in vars(self._of_thread).pop("sequences", {}).items():
@@ -105,8 +107,9 @@ forced_eager = _ForcedEager()
 
 @contextmanager
 def _observing(model: nn.Module, observer: TrainingObserver) -> Iterator[None]:
-    """Context manager within which `observer` observes a model, and compiled modules run without compilation. It also
-    ends when its monitor is deleted without being closed, as after an error in a training with a callback.
+    """Context manager within which `observer` observes a model, and compiled modules run without compilation. The
+    observation also ends when the monitor that started it is deleted without being closed, as after an error in a
+    training with a callback.
     """
     with forced_eager, intercepted(model, observer, context="hw.monitor", runs_eagerly=True):
         yield

@@ -45,10 +45,10 @@ def multiply_features(
     keys: Float[Tensor, "kv_heads head_dim head_dim"],
     values: Float[Tensor, "kv_heads value_dim value_dim"],
 ) -> None:
-    """Multiply keys and values of each head by an orthogonal matrix, in place, and compensate for it in queries and
-    output projection. Queries are multiplied by the matrix of their keys, and columns of the output projection by the
-    inverse of that of their values. The module's output stays the same for the matrices of `key_freedom` and
-    `value_freedom`.
+    """Multiply the keys and values of each key/value head by orthogonal matrices, in place, by changes of the
+    projections. Queries are multiplied by the matrix of their keys. Columns of the output projection are multiplied by
+    the inverse of the matrix of their values. For matrices in `key_freedom` and `value_freedom`, the module's output
+    stays the same.
     """
     group = module.num_heads // module.num_kv_heads
     matrices: dict[HeadPart | None, Tensor] = {

@@ -21,9 +21,10 @@ heads, among those of the dense model."""
 
 
 def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record: bool = True) -> None:
-    """Remove all heads except those in `kept` from attention modules of a model, in place. The model's configuration
-    then states the remaining heads in its own fields. If these cannot state them, they are listed in an additional
-    field, the record, or `InputError` is raised if `may_record` is False.
+    """Remove all heads except those in `kept` from attention modules of a model, in place. The usual fields of the
+    model's configuration then state the remaining heads. If these fields cannot state them, an additional field, the
+    record, lists them. `InputError` is raised instead if `may_record` is False, or if a module reads its number of
+    heads from the configuration.
     """
     if hasattr(getattr(model, "config", None), RECORD):
         expected = "one without removed heads that its configuration records"
@@ -60,9 +61,9 @@ def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record:
 
 
 def remove_recorded_heads(model: nn.Module, record: Mapping[str, Sequence[int]]) -> None:
-    """Remove heads from a dense model as a record states, in place. The record is a field in the configuration of a
-    saved model that lists the remaining heads of each module. Module paths may have a prefix that the model lacks, or
-    lack one.
+    """Remove heads from a dense model, in place, as the record of a saved model states. The record is a field of the
+    saved model's configuration that lists the remaining heads of each module by path. The paths may have the prefix of
+    the base model where those of the dense model have none, or the reverse.
     """
     paths = dict(model.named_modules())
     prefix = getattr(model, "base_model_prefix", "") + "."
@@ -104,7 +105,7 @@ def _remove(model: nn.Module, kept: Mapping[str, KeptHeads]) -> dict[str, HeadMo
 
 
 def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
-    """Prepare the modules of T5 stacks, in which the first module computes the relative position bias of all. If
+    """Prepare T5 stacks, in which the first attention module computes the relative position bias for all modules. If
     different heads will remain in the modules of a stack, each module gets a bias table of its own.
     """
     modules_of_stack: dict[tuple[str, str], dict[str, Any]] = {}
@@ -137,9 +138,9 @@ def _ignore_bias(module: nn.Module, arguments: tuple[Any, ...], named: dict[str,
 def _own_fields(
     model: Any, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads]
 ) -> dict[str, dict[str, int]] | None:
-    """Return new values for the fields of a model's configuration that state numbers of heads. They are grouped by the
-    name of the part of the configuration; an empty name stands for the configuration itself. Return None if the modules
-    would need different values, or the configuration has no such fields.
+    """Return new values for the fields of a model's configuration that state numbers of heads. The outer keys are names
+    of parts of the configuration; the empty name stands for the configuration itself. Return None if the modules would
+    need different values, or if the configuration has no such fields.
     """
     fields_of: dict[str, dict[str, int]] = {}
     for path, module in modules.items():

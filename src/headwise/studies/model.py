@@ -73,8 +73,9 @@ class ModelShape:
     classes: int | None = None
 
     def mlp_dim(self, setting: Setting) -> int:
-        """Return the hidden width of each layer's MLP with which a model with the heads of `setting` is closest to the
-        intended number of parameters. Raise `InputError` if none are left for the MLP.
+        """Return the hidden width of each layer's MLP for a model with the heads of `setting`. With this width, the
+        number of parameters is closest to the intended one. Raise `InputError` if the other parts of the model leave no
+        parameters for the MLP.
         """
         attention = 2 * self.embed_dim * setting.head_dim * (setting.num_heads + setting.num_kv_heads)
         norms = self.embed_dim * (2 * self.layers + 1)

@@ -123,10 +123,10 @@ def make_plan(
 
 
 def duration_estimate(finished: Iterable[FinishedTrial], plan: StudyPlan) -> Callable[[TrialKey], float]:
-    """Return a function that predicts the seconds of a trial (one training): its planned seconds, times the median
-    slowdown of finished trials that were not stopped early. A slowdown is the measured time divided by the planned
-    time. Trials of the same head setting and stage are used if there are any, otherwise those of the same stage,
-    otherwise all.
+    """Return a function that predicts the seconds of a trial (one training). The prediction is the planned seconds,
+    times the median slowdown of similar finished trials that were not stopped early. A slowdown is the measured time
+    divided by the planned time. Similar trials have the same head setting and kind (learning-rate trial or final
+    training). If there are none, trials of the same kind are used, otherwise all.
     """
 
     def groups(key: TrialKey) -> tuple[Any, ...]:

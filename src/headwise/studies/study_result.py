@@ -54,8 +54,8 @@ class Recommendation:
 
 def comparable(losses: Losses) -> dict[Setting, list[float]]:
     """Return, for each head setting, its held-out losses in the order of the seeds, for a paired comparison. Settings
-    without a loss or with one that is not finite are left out. So is a seed for which one of the remaining settings has
-    no loss.
+    without a loss, or with a loss that is not finite, are left out. A seed is left out too if one of the remaining
+    settings has no loss for it.
     """
     finite = {setting: runs for setting, runs in losses.items() if runs and all(map(math.isfinite, runs.values()))}
     seeds = sorted(set.intersection(*(set(runs) for runs in finite.values()))) if finite else []
@@ -87,9 +87,10 @@ def significant_difference(losses: Losses) -> float:
 
 
 def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]) -> bool:
-    """Return True if a head setting with the statistics `one` dominates one with `other`: it is at least as good in
-    loss, time per step, decoding speed and cache size, and better in one of them. Times and speeds count as equal
-    within two standard errors of their difference. A statistic that one setting lacks is ignored.
+    """Return True if a head setting with the statistics `one` dominates a head setting with the statistics `other`. It
+    dominates if it is at least as good in loss, time per step, decoding speed and cache size, and better in one of
+    them. Times and speeds count as equal within two standard errors of their difference. A statistic that one setting
+    lacks is ignored.
     """
     better = False
     for name in (*LOWER_IS_BETTER, *HIGHER_IS_BETTER):
@@ -106,9 +107,10 @@ def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]
 
 
 def recommend(losses: Losses, step_ms: Mapping[Setting, float], baseline: Setting | None) -> Recommendation:
-    """Return the recommendation of a study, from held-out losses and milliseconds per training step. Of the settings
-    whose mean loss is not significantly higher than the lowest, it is the fastest to train. No setting is recommended
-    if these include all settings or the `baseline`, or if the losses allow no significance test.
+    """Return the recommendation of a study, from held-out losses and milliseconds per training step. Candidates are the
+    settings whose mean loss is not significantly higher than the lowest; the one that trains fastest is recommended. No
+    setting is recommended if all settings or the `baseline` are candidates, or if the losses allow no significance
+    test.
     """
     compared, trained = comparable(losses), [setting for setting, runs in losses.items() if runs]
     # A setting that diverged once is worse than every other.
@@ -271,7 +273,7 @@ class Study(Table[SettingRow]):
     def _draw_by_heads(self, statistic: Any = "loss", *, ax: Any = None) -> "Axes":
         """Draw a statistic against the number of heads, with a dot for each seed and lines through the means. If heads
         x head_dim is the same for all settings, one line joins all; otherwise, a line joins settings with the same
-        head_dim. Settings with shared key/value heads have a separate line for each number of these.
+        head_dim. Settings with shared key/value heads have a separate line for each number of key/value heads.
         """
         rows = self._rows_with(statistic)
         axes = axes_for(ax, 5.0, 3.8)

@@ -267,8 +267,9 @@ class StudyDefinition:
         self, key: TrialKey, steps: int, after_step: Callable[[], None], trial: Any, rate: float
     ) -> tuple[float, dict[str, Any]]:
         """Train a model for one trial of a study. Return its held-out loss (infinite if training diverged) and further
-        measurements by name. A learning-rate trial is also evaluated at half and at three quarters of its steps. It
-        raises `optuna.TrialPruned` there if its loss is not finite or Optuna's pruner stops it.
+        measurements by name. In a learning-rate trial, the model is also evaluated after half and three quarters of the
+        steps. At each of these points, the trial ends with `optuna.TrialPruned` if the loss is not finite or Optuna's
+        pruner stops it.
         """
         start = time.perf_counter()
         seed = self.seed + (key.number if key.final else 0)

@@ -107,9 +107,9 @@ class FinishedTrial:
 
 
 class TrialStore:
-    """Trials of a study (its trainings) in Optuna's database, which several processes share. Those of a head setting
-    are in Optuna's study `name/setting`. The store also has values on which all processes agree: the plan, the number
-    of learning-rate trials of each setting after the search, and the working time of each process.
+    """Trials of a study (its trainings) in Optuna's database, which several processes share. The trials of each head
+    setting are in Optuna's study `name/setting`. The database also stores values on which all processes agree: the
+    plan, the number of learning-rate trials of each setting after the search, and the working time of each process.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class TrialStore:
     # -- agreements between processes ---------------------------------------------------------------------------------
 
     def agree_on_plan(self, make_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the study's plan that the database has. If it has none, store the plan that `make_plan` returns; if
-        another process stores one first, return that one.
+        """Return the plan of the study that is stored in the database. If there is none yet, store the plan that
+        `make_plan` returns. If another process stores one first, return the plan of that process.
         """
         if not self._root.get_trials(deepcopy=False):
             trial = self._optuna.trial.create_trial(value=0.0, user_attrs={"plan": make_plan()})
@@ -205,8 +205,8 @@ class TrialStore:
         return {key for key, trial in self._living() if not trial.state.is_finished()}
 
     def finished(self) -> list[FinishedTrial]:
-        """Return the results of all trials (trainings) that are complete or were stopped early, by head setting and
-        start.
+        """Return the results of all trials (trainings) that are complete or were stopped early, ordered by head setting
+        and then by start.
         """
         results = []
         for key, trial in self._living():
@@ -288,8 +288,8 @@ class TrialStore:
             raise errors[0]
 
     def _living(self) -> Iterator[tuple[TrialKey, Any]]:
-        """Yield the key and the Optuna trial of each trial that is running, complete or stopped early, by head setting
-        and start.
+        """Yield the key and the Optuna trial of each trial that is running, complete or stopped early, ordered by head
+        setting and then by start.
         """
         states = self._optuna.trial.TrialState
         for setting, study in self._studies.items():

@@ -39,8 +39,8 @@ FOLDS = 4
 
 
 class ScoredHead(NamedTuple):
-    """Location of one attention head in a model: numbers of its layer and head, and path of its attention module.
-    Scores of heads refer to it.
+    """Location of an attention head in a model: layer number, head number, and path of the attention module that the
+    head belongs to.
 
     Attributes:
         layer, head: zero-based numbers of the head.
@@ -62,9 +62,9 @@ def scored_heads(model: nn.Module, batch: Any) -> tuple[ScoredHead, ...]:
 
 
 def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, Any]]:
-    """Return the batches of a calibration set on the device of a model, with arguments that disable its key/value
-    cache. Raise `InputError` if there are no batches, or if a batch of an encoder-decoder states padding of the source
-    alone.
+    """Return the batches of a calibration set, moved to the model's device, with arguments that disable the model's
+    key/value cache. Raise `InputError` if there are no batches. For an encoder-decoder, also raise it if a batch has a
+    padding mask for the source tokens but none for the target tokens.
     """
     batches = [to_device(batch, device_of(model)) for batch in iterate_batches(calibration)]
     if not batches:
@@ -79,9 +79,9 @@ def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, An
 
 
 def heads_of_batches(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
-    """Run a model on batches, and return the heads that attend on at least one batch, in the order of the model. Raise
-    `InputError` if the model treats tokens as padding that the batch's padding masks do not state, because sums over
-    tokens would include them.
+    """Run a model on batches, and return the heads that compute attention on at least one batch, in the order of the
+    model. Raise `InputError` if the model treats tokens as padding that no padding mask of the batch marks. Sums over
+    tokens would include these tokens.
     """
     needed = name_of_mask(model)
     for batch in batches:
@@ -124,7 +124,7 @@ def _run(model: nn.Module, batches: Sequence[dict[str, Any]], registry: "_Survey
 
 
 def _heads(registry: SiteRegistry) -> tuple[ScoredHead, ...]:
-    """Return the heads of all attention modules that a registry has recorded."""
+    """Return the heads of all attention modules that an interceptor, the `registry`, has recorded."""
     return tuple(ScoredHead(**labels) for _, labels in registry.head_labels())
 
 
@@ -155,12 +155,12 @@ class _Survey(SiteRegistry):
 
 
 class _PaddingSurvey(_Survey):
-    """Interceptor that records the attention modules that run on each batch, and checks padding. Tokens that an
-    attention mask hides as padding must be stated as padding by the masks of the batch.
+    """Interceptor that records the attention modules that run on each batch. It also checks that the padding masks of a
+    batch mark every token that an attention call hides as padding.
     """
 
     def start(self, batch: dict[str, Any]) -> None:
-        """Start the record of the next batch. Its sequences do not continue those of the batch before."""
+        """Start the record of the next batch. Its sequences are independent of the sequences in the previous batch."""
         super().start(batch)
         self._batch, self._contexts = batch, CallContexts()
 
@@ -169,8 +169,8 @@ class _PaddingSurvey(_Survey):
         self._contexts.on_model_call()
 
     def observe(self, call: Call) -> None:
-        """Record the attention module of an attention call. Store an error in `problem` if the call hides tokens as
-        padding that the padding masks of the batch do not state.
+        """Record the attention module of an attention call. If the call hides tokens as padding that no padding mask of
+        the batch marks, store an error in the attribute `problem`.
         """
         super().observe(call)
         try:

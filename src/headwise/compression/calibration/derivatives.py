@@ -46,9 +46,9 @@ TokenWeights = list[list[Tensor]]
 def token_weights(
     model: nn.Module, paths: Collection[str], batches: Sequence[dict[str, Any]]
 ) -> dict[str, TokenWeights | None]:
-    """Return a weight for each token, by the path of an attention module's output projection. It is the mean squared
-    derivative of the model's output with respect to the projection's output at the token. The value None stands for
-    weights of 1: the derivatives are missing, not finite, or all 0.
+    """Return token weights for each output projection in `paths`, by path. The weight of a token estimates the mean
+    squared derivative of the model's output with respect to the projection's output at that token. None in place of the
+    weights stands for weights of 1: the derivatives are missing, not finite, or all 0.
 
     Warns:
         UserWarning: the model's output has no derivatives, so that all tokens have the weight 1.
@@ -75,8 +75,8 @@ def token_weights(
 
 
 def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tensor) -> Tensor | None:
-    """Return the token weights of one sequence of a batch, whose recorded vectors are `x`. Return None, for weights of
-    1, if `weights` is None.
+    """Return the token weights of one sequence in a batch. The argument `x` has the vectors that were recorded for the
+    tokens of this sequence. Return None if `weights` is None, which stands for weights of 1.
     """
     if weights is None:
         return None
@@ -88,8 +88,8 @@ def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tenso
 
 
 def _backward(output: Any, batch: Mapping[str, Any]) -> str:
-    """Run the backward pass of a model's output, with a random direction as its gradient. Return "", or the reason as a
-    text if the output has no derivatives.
+    """Run the backward pass from a model's output, with a random tensor as the gradient of this output. Return "", or,
+    if the output has no derivatives, the reason as a text.
     """
     logits, hidden = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
     tensors = [tensor for tensor in floating_tensors([logits, hidden, output]) if tensor.requires_grad]
@@ -152,8 +152,8 @@ class WeightGradients:
 
 
 def require_slope(loss: Any) -> None:
-    """Raise `InputError` if `loss` is not a loss function. Also raise it for a distance from the unchanged model, whose
-    derivatives in that model are 0.
+    """Raise `InputError` if `loss` is not a loss function. Also raise it if `loss` is a distance from the outputs of
+    the unchanged model: in that model, the derivatives of this distance are 0.
     """
     require_loss(loss)
     if hasattr(loss, "prepare"):

@@ -90,8 +90,8 @@ class OutputMoments:
         return OutputMoments(*sums)
 
     def about_mean(self) -> "OutputMoments":
-        """Return moments whose products xx, yx and yy are those of x and y minus their means, as the fit of a
-        projection with a bias needs.
+        """Return the moments of x and y about their means, for the fit of a projection with a bias. In the products xx,
+        yx and yy, the mean of x is subtracted from x, and the mean of y from y.
         """
         x, y = self.x / self.mass, self.y / self.mass
         xx = self.xx - self.mass * torch.outer(x, x)
@@ -112,9 +112,9 @@ class OutputMoments:
     def fits(
         self, weight: Float[Tensor, "out width"], kept: Int[Tensor, " kept"], has_bias: bool, dampings: Sequence[float]
     ) -> Iterator["Fit"]:
-        """Yield, for each damping, the output projection on the input columns `kept` that fits the targets best. The
-        damping (a ridge term) draws the fitted weight towards the original `weight`. Columns without data therefore
-        keep their weights.
+        """Yield, for each of the `dampings`, the least-squares fit of an output projection that reads the input columns
+        `kept` alone. The damping is a ridge term that draws the fitted weight towards the original `weight`. Columns
+        whose inputs are all 0 therefore keep their weights.
         """
         centred = self.about_mean() if has_bias else self
         dense = weight.double()[:, kept]
@@ -151,8 +151,8 @@ class WeightChange(NamedTuple):
     centre: Float[Tensor, " width"]
 
     def added_error(self, residual: Float[Tensor, "out width"], moments: OutputMoments) -> float:
-        """Return by how much this change increases the squared error, summed over tokens. With the error r before the
-        change, `residual` is the sum over tokens of `r (x - centre)^T`.
+        """Return by how much this change of a projection's weights increases the squared error, summed over tokens.
+        `residual` is the sum over tokens of `r (x - centre)^T`, where r is the error before the change.
         """
         mapped, centre, x = self.right @ moments.xx, self.right @ self.centre, self.right @ moments.x
         outer = torch.outer(centre, x)
@@ -203,8 +203,8 @@ class FoldedMoments:
         self._path, self._weight, self._has_bias = path, weight, has_bias
 
     def add(self, fold: int, moments: OutputMoments) -> None:
-        """Add the sums over more tokens to those of a fold. Sums without weight, such as those of padding, are
-        ignored.
+        """Add sums over more tokens to the sums of a cross-validation fold. Sums in which all tokens have the weight 0,
+        such as padding, are ignored.
         """
         if moments.mass:
             self.folds[fold] = self.folds[fold] + moments if fold in self.folds else moments
@@ -248,11 +248,10 @@ class FoldedMoments:
     def fitted_removals(
         self, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"]
     ) -> list[BlockRemoval]:
-        """Return the effect of the removal of each block of input columns, in addition to the columns `removed`, after
-        the others are fitted again to the targets. Errors are measured on the fold left out of each fit. One ridge
-        damping is chosen for all blocks, with the least sum of errors. The weight W changes by
-        `-W_h [(C^-1)_hh]^-1 (C^-1)_h` for the block h, where C is the damped `E[x x^T]` of the columns before the
-        removal.
+        """Return, for each block of input columns, the effect of its removal in addition to the columns `removed`. The
+        remaining columns are then fitted again to the targets, and errors are measured on the fold that a fit leaves
+        out. All blocks use the ridge damping with the lowest sum of errors. If the block h is removed, the weight W
+        changes by `-W_h [(C^-1)_hh]^-1 (C^-1)_h`, where C is the damped `E[x x^T]` of the columns before the removal.
 
         Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
         """
@@ -296,8 +295,9 @@ class FoldedMoments:
         return [BlockRemoval(error, dict.fromkeys(self.folds, change)) for error, change in removals]
 
     def _relative(self, errors: Sequence[float]) -> list[float]:
-        """Return errors divided by the sum of squares of the targets, taken about their mean if the projection has a
-        bias. Return 0 for each if the inputs are all 0 or the targets do not vary.
+        """Return errors divided by the sum of squares of the targets. If the projection has a bias, the mean of the
+        targets is subtracted from them first. Return 0 for each error if the inputs are all 0 or the targets do not
+        vary.
         """
         total = self.total.about_mean() if self._has_bias else self.total
         varies = total.yy > 0 and bool(total.xx.any())

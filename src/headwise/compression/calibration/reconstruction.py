@@ -41,10 +41,10 @@ def reconstruct(
     batches: Sequence[dict[str, Any]],
     documents: Sequence[int] | None,
 ) -> None:
-    """Fit the output projections of the modules in `kept`, in `changed`, a copy of `model`, by least squares, in place.
-    The targets are the outputs of the same projections in `model`. The copy has the model's shapes, but the input
-    columns of the removed heads become 0, so that it computes as without these heads. Both models are in evaluation
-    mode.
+    """Fit the output projections of `changed`, a copy of `model`, by least squares, in place, for the remaining heads
+    `kept` of each attention module (by path). The targets are the outputs of the same projections in `model`. No shape
+    changes: the input columns of all other heads become 0, which has the same effect as their removal. Both models must
+    be in evaluation mode.
     """
     modules = {path: head_module(model, path) for path in kept}
     check_parameters(changed, list(modules.values()))
@@ -104,8 +104,8 @@ def _in_order_of_runs(
 
 
 def output_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out width"]:
-    """Return the weight of a module's output projection in the layout of `nn.Linear`, `(out, in)`. It is a view of the
-    parameter, which shares its memory.
+    """Return the weight of a module's output projection in the layout of `nn.Linear`, `(out, in)`. The returned tensor
+    is a view that shares the memory of the parameter.
     """
     (axis,) = [each for each in module.blocks if each.parameter == f"{module.output}.weight"]
     weight = model.get_parameter(axis.parameter).detach()
@@ -149,8 +149,8 @@ _DID_NOT_RUN = object()
 
 def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[str]) -> str:
     """Return the path of the transformer layer that contains the attention module at `path`. It is the outermost item
-    of a `ModuleList` or `Sequential` in which several items contain attention modules (the paths in `sites`). Without
-    such a list, return `path`.
+    of a `ModuleList` or `Sequential` in which several items contain attention modules (the paths in `sites`). If there
+    is no such `ModuleList` or `Sequential`, return `path`.
     """
     parts = path.split(".")
     for stop in range(1, len(parts) + 1):
@@ -192,9 +192,9 @@ class LayerRuns:
 
     @torch.no_grad()
     def _run(self, layer: str, index: int) -> Any:
-        """Run the model on one batch until `layer` ends, and return the layer's output, or `_DID_NOT_RUN`. Earlier
-        layers return stored outputs instead of being computed. In a model where this changes outputs, all layers are
-        computed.
+        """Run the model on one batch until `layer` ends, and return the output of `layer`, or `_DID_NOT_RUN`. Earlier
+        layers return their stored outputs instead of being computed. The whole model is computed instead if it returns
+        other outputs when stored ones are used.
         """
         before = self._layers[: self._layers.index(layer)] if self._reuses else []
         module, outputs = self._modules[layer], []

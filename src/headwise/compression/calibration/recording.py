@@ -16,8 +16,8 @@ from headwise.shapes import Bool, Float
 
 
 def with_slopes(output: Tensor, on_slopes: Callable[[Tensor], None]) -> Tensor:
-    """Register the function `on_slopes`, which the backward pass calls with the gradient of a module's output. Return
-    this output; if it requires no gradient, return a detached tensor that does.
+    """Return a module's `output`, such that the backward pass calls the function `on_slopes` with the gradient of this
+    output. An output that requires no gradient is replaced by a detached tensor that requires one.
     """
     output = output if output.requires_grad else output.detach().requires_grad_()
     output.register_hook(on_slopes)  # type: ignore[no-untyped-call]
@@ -51,9 +51,9 @@ def projection_inputs(
 def projection_slopes(
     model: nn.Module, paths: Collection[str], batch: Mapping[str, Any]
 ) -> Iterator[dict[str, list[list[SequenceVectors]]]]:
-    """Record the gradients of the outputs of the projections at some paths, in backward passes while the context is
-    open. Yield a dictionary from each path to a list per call of the projection, with one entry per sequence. The list
-    is empty if the call gets no gradient.
+    """Record the gradients of the outputs of the projections at `paths`, in backward passes while the context is open.
+    Yield a dictionary from each path to a list with one item per call of the projection. Each item is a list with one
+    entry per sequence; it is empty if the backward pass does not reach the call.
     """
     recorded: dict[str, list[list[SequenceVectors]]] = {path: [] for path in paths}
 
@@ -78,7 +78,8 @@ def _projection_calls(
     on_call: Callable[[str, _Division, Tensor, Tensor], Tensor | None],
 ) -> Iterator[None]:
     """Call `on_call` after each forward pass of an output projection while the context is open. Its arguments are the
-    path, a function that divides token vectors by sequence, the input, and the output, which it may replace.
+    path, a function that divides token vectors by sequence, the input, and the output. If `on_call` returns a tensor,
+    this tensor replaces the output.
     """
     lengths: dict[str, Tensor] = {}
     sequences = count_sequences_and_tokens(batch)[0]
@@ -122,8 +123,8 @@ def _projection_calls(
 
 def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
     """Return the batch's padding mask in the shape of the tokens of `inputs`, True for tokens that are not padding.
-    Return None if no mask has this shape. Raise `InputError` if a mask with padding cannot be assigned to the
-    tokens.
+    Return None if no mask has this shape. Raise `InputError` if padding is stated in another form: by a
+    `key_padding_mask`, or by a mask with as many elements but another shape.
     """
     for name, value in batch.items():
         if name.endswith("key_padding_mask") and isinstance(value, Tensor) and bool(value.any()):

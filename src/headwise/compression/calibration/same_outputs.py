@@ -50,9 +50,9 @@ def remove_heads_checked(
     may_record: bool = True,
     claim: str = REMOVED,
 ) -> None:
-    """Remove all heads except those in `kept` from a model, in place, as `remove_heads` does. Check on batches that the
-    model returns the same as before the removal with the outputs of the removed heads set to 0. If it does not, raise
-    an `InputError` whose message contains `claim`.
+    """Remove all heads except those in `kept` from a model, in place, as `remove_heads` does. The outputs on batches
+    must then equal the outputs of the model before the removal, computed with the outputs of the removed heads set to
+    0. If they differ, raise an `InputError` whose message contains `claim`.
     """
     modules = {path: head_module(model, path) for path in kept}
 
@@ -80,8 +80,8 @@ def remove_heads_checked(
 def outputs_of(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> tuple[Outputs, list[dict[str, Any]]]:
-    """Run a model in evaluation mode until each of some attention modules has run once, on the batches with the longest
-    sequences first. Return samples of the outputs of these modules and of the model, and the batches used. The random
+    """Run a model in evaluation mode, on the batches with the longest sequences first, until every attention module in
+    `modules` has run. Return samples of the outputs of these modules and of the model, and the batches used. The random
     seed is the same for each batch.
     """
     outputs: Outputs = {}
@@ -138,9 +138,9 @@ def require_same(model: nn.Module, expected: Outputs, found: Outputs, claim: str
 
 
 def _difference(one: Float[Tensor, "vectors width"], other: Float[Tensor, "vectors width"], share: float) -> float:
-    """Return a quantile of the relative differences `|one - other| / |one|` of corresponding vectors: the value that a
-    part `share` of them does not exceed. Equal infinite numbers and vectors of `one` with NaN are ignored. Return 0 if
-    no vectors remain.
+    """Compute the relative difference `|one - other| / |one|` of each pair of corresponding vectors, and return the
+    quantile `share` of these differences. Infinite numbers that are equal in both, and vectors of `one` with NaN, are
+    ignored. Return 0 if no vectors remain.
     """
     counts = ~one.isnan().any(1)
     is_equal = one.isinf() & (one == other)
@@ -151,9 +151,9 @@ def _difference(one: Float[Tensor, "vectors width"], other: Float[Tensor, "vecto
 
 
 def _samples(output: Any, batch: dict[str, Any]) -> list[Sample]:
-    """Return random sample vectors from each floating-point tensor of a model's or module's output, without padding. Of
-    outputs with names, attention weights and caches are left out, since their heads may be in another order. Of a
-    tuple, the first tensor alone is sampled.
+    """Return random sample vectors from the floating-point tensors of a model's or module's output, without padding. If
+    the output is a mapping, its attention weights and caches are left out, since their heads may be in another order.
+    Of any other output, the first tensor alone is sampled.
     """
     if isinstance(output, Mapping):
         leaves = [value for name, value in output.items() if not name.endswith(("attentions", "past_key_values"))]

@@ -151,8 +151,9 @@ def heal(
 def _settings(
     model: nn.Module, teacher: nn.Module, data: Any, options: HealingOptions, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return JSON-compatible values of everything that the trained weights depend on: the options, hashes of both
-    models' weights, the names of the trained weights as a hash, other settings of both models, and `more`.
+    """Return JSON-compatible values of everything that the trained weights depend on. These are the options, hashes of
+    both models' weights and of the names of the trained weights, other settings of both models, and the values in
+    `more`.
     """
     numbers = asdict(options) | {"lr": float(options.lr), "temperature": float(options.temperature)}
     of_teacher = run_settings(teacher, None, "teacher")["model"] | model_settings(teacher)
@@ -186,9 +187,9 @@ def _require_trainable(model: Any, teacher: Any) -> None:
 
 
 class TrainingBatches:
-    """Training batches, addressed by the number of the training step. In each epoch, all sequences of `Texts` are
-    shuffled and grouped into new batches; of other data, the order of the batches alone is shuffled. The order depends
-    on the seed and the epoch alone, so that a resumed training continues with the same batches.
+    """Training batches, addressed by the number of the training step. If the data are `Texts`, all sequences are
+    shuffled in each epoch and grouped into new batches; otherwise, only the order of the batches is shuffled. The order
+    depends on the seed and the epoch alone, so that a resumed training continues with the same batches.
 
     Attributes:
         digest: hash of the content.

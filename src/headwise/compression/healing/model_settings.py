@@ -21,7 +21,7 @@ data type is that of the weights."""
 
 
 def model_settings(model: nn.Module) -> dict[str, Any]:
-    """Return everything except weights that a model's outputs depend on, as texts. These are the fields of its
+    """Return all properties of a model, except weights, that affect its outputs, as texts. These are the fields of the
     configuration and, by module path, the class, public attributes (such as the `p` of a dropout), and hashes of
     buffers, saved or not.
     """

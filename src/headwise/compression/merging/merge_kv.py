@@ -211,16 +211,17 @@ def _align(
 def _aligned(
     products: Float[Tensor, "heads heads width width"], freedom: Freedom, size: int
 ) -> Float[Tensor, "heads width width"]:
-    """Return one matrix per head, such that the heads of each group of `size` consecutive heads differ least from their
-    mean after multiplication by it. The matrices are orthogonal and in the set `freedom`.
+    """Return one orthogonal matrix per head, from the set `freedom`, by which the features of the head are multiplied.
+    After this, the heads of each group of `size` consecutive heads differ least from the mean of their group.
     """
     groups = (slice(start, start + size) for start in range(0, len(products), size))
     return torch.cat([align(products[group, group], freedom) for group in groups])
 
 
 def _energies(model: nn.Module, module: HeadModule, queries: Float[Tensor, " heads"]) -> _HeadWeights:
-    """Return the weights of keys and values for the method "weighted_mean", by key/value head. A key's weight is the
-    sum of `|q|^2` over its query heads, and a value's is the squared norm of its columns of the output projection.
+    """Return the weights of all key heads and of all value heads for the method "weighted_mean". The weight of a key
+    head is the sum of `|q|^2` over its query heads, or the number of these query heads if the module normalises
+    queries. The weight of a value head is the squared norm of its columns of the output projection.
     """
     heads, attention = module.num_kv_heads, model.get_submodule(module.path)
     if (family := family_of(attention)) is not None and family.norms(attention):
@@ -244,9 +245,9 @@ def _shares(weights: Float[Tensor, " kv_heads"], size: int) -> Float[Tensor, "gr
 def kv_moments(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> dict[str, _Moments]:
-    """Run a model on batches, and return sums over all tokens but padding for each attention module, by path. For
-    queries q, keys k and values v, they are the sum of `|q|^2` per query head, and those of `k_i k_j^T` and `v_i v_j^T`
-    for pairs of key/value heads.
+    """Run a model on batches, and return three sums over all tokens that are not padding, for each attention module, by
+    path. With queries q, keys k and values v, the first is the sum of `|q|^2` for each query head. The others are the
+    sums of `k_i k_j^T` and of `v_i v_j^T` for each pair of key/value heads i and j.
     """
     heads_of_batches(model, batches)
     blocks_of = {

@@ -60,12 +60,12 @@ class UnitScores(Protocol):
 
 @runtime_checkable
 class ScoresWithCandidates(UnitScores, Protocol):
-    """Interface of scores that come with alternative scores. A pruning plan is made by each of them, and `choose`
-    selects the best plan.
+    """Interface of pruning scores that come with alternative scores. One pruning plan is made from these scores and one
+    from each alternative; the method `choose` selects the best plan.
     """
 
     def candidates(self) -> Sequence[UnitScores]:
-        """Return these scores, followed by the alternative ones. A pruning plan is made by each of them."""
+        """Return these scores, followed by the alternative scores. A pruning plan is made from each of them."""
 
     def choose(self, plans: Sequence[Sequence[PlannedModule]]) -> int:
         """Return the index of the best of several pruning plans. The plan at index 0 was made by these scores
@@ -157,7 +157,7 @@ def plan_pruning(
 
 def _pools(modules: Sequence[PlannedModule], share: float, constraint: str) -> list[tuple[list[Unit], int]]:
     """Return pools of units (sets of heads that are removed together), each with the number of its units that remain.
-    Units compete within their pool alone.
+    The score of a unit is compared with the scores of units in the same pool only.
     """
     layers = [each.layer for each in modules]
     if len(set(layers)) < len(layers):  # a head is named by layer and number
@@ -185,9 +185,9 @@ def _rounded(number: float) -> int:
 def _remove_in_rounds(
     scores: UnitScores, pools: Sequence[tuple[list[Unit], int]], rounds: int | None, *, shown: bool
 ) -> tuple[frozenset[Head], int]:
-    """Remove units (sets of heads) with the lowest scores from each pool, in rounds, until the pool has the stated
-    number of units. At least one unit remains in each layer. Return the removed heads and the number of rounds, before
-    each of which the units are scored.
+    """Remove the units (sets of heads) with the lowest scores from each pool, until the stated number of units remains
+    in the pool. Units are removed in rounds, and are scored again before each round. At least one unit remains in each
+    layer. Return the removed heads and the number of rounds.
     """
     excess = max((len(units) - keep for units, keep in pools), default=0)
     rounds = min(excess, excess if rounds is None else rounds)

@@ -173,9 +173,10 @@ class PruningPlan(JsonResult):
 
     @property
     def _is_kept_constraint(self) -> bool:
-        """True if the numbers of remaining heads satisfy the plan's constraint. A group, the query heads of one
-        key/value head, remains or is removed as a whole; with "uniform", all groups of a module keep equally many heads
-        instead. Except with "free", modules of the same size keep equally many.
+        """True if the numbers of remaining heads satisfy the plan's constraint. A group is the set of query heads with
+        the same key/value head. With "uniform", all groups of a module must keep equally many heads; otherwise, each
+        group must remain or be removed as a whole. Unless the constraint is "free", modules of the same size must keep
+        equally many heads.
         """
         for each in self.modules:
             group, remaining = each.num_heads // each.num_kv_heads, set(each.kept_of_groups)

@@ -120,7 +120,7 @@ class RecipeResult(JsonResult):
 
     def records(self) -> list[dict[str, Any]]:
         """Return one dictionary per step: its name, the number of parameters, the mean held-out loss, and the mean
-        difference from the dense model's loss. Each mean has further columns for its standard error (`_sem`), sample
+        difference from the dense model's loss. For each mean, further keys state its standard error (`_sem`), sample
         size (`_n`) and degrees of freedom (`_df`).
         """
         return [
@@ -297,8 +297,8 @@ class _Run:
         return losses
 
     def _save(self, model: nn.Module, path: Path) -> None:
-        """Save the model of a step to the folder `path`. The folder appears only when the model was loaded from it
-        again with equal weights and outputs.
+        """Save the model of a step to the folder `path`. The model is first written to a hidden folder, and loaded from
+        it. The hidden folder becomes `path` only if the loaded model has equal weights and outputs.
         """
         with new_folder(path) as part:
             write_model(model, self._inputs.tokenizer, part)
@@ -344,8 +344,8 @@ class _Run:
         return merge_kv(model, num_kv_heads=section.kv_heads, calibration=self._inputs.texts, **options)
 
     def _healed(self, model: nn.Module) -> nn.Module:
-        """Return the model after healing, its training by the dense model. A model in 16 bits is trained in float32,
-        and then converted back.
+        """Return the model after healing, which is its training by the dense model. A model in float16 or bfloat16 is
+        trained in float32, and its weights are then converted back.
         """
         section = self._inputs.recipe.heal
         assert section is not None  # the recipe has this step
@@ -384,9 +384,9 @@ def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | 
 
 
 def _claim_run(folder: Path, settings: Mapping[str, Any], *, force: bool) -> None:
-    """Write the settings of a run to its output folder. If the folder contains a run, raise `InputError` if its
-    settings differ; with `force`, delete that run first. If the process is killed meanwhile, each model folder is still
-    complete or absent.
+    """Write the settings of a run to its output folder. If the folder contains an earlier run with other settings,
+    raise `InputError`; with `force`, delete any earlier run instead. If the process is killed meanwhile, each model
+    folder is still complete or absent.
     """
     trash = folder / TRASH
     for leftover in (trash, *(folder / f".{name}.part" for name in STAGES[1:])):  # of a process that was killed

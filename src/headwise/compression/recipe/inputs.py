@@ -138,8 +138,9 @@ def _require_merge(
     recipe: CompressionRecipe, model: nn.Module, batch: Mapping[str, Any], plan: PruningPlan | None
 ) -> None:
     """Raise `InputError` if the key/value heads that remain after the section [prune] cannot be merged as [merge]
-    states. To count them, a copy of the model on the device meta is pruned by the recipe's plan. Without one, simple
-    scores suffice: under the constraints "uniform" and "groups", the counts do not depend on the scores.
+    states. To count the remaining heads, a copy of the model on the device meta is pruned by the recipe's plan. If the
+    recipe names no plan, one is made from simple scores: under the constraints "uniform" and "groups", the counts do
+    not depend on the scores.
     """
     if recipe.merge is None:
         return

@@ -164,9 +164,9 @@ class _Parts:
             self.notes.append("the data do not state documents: each example counts as one")
 
     def _attention_paths(self) -> list[list[str]]:
-        """Return, for each of both models, the paths of the modules that compute attention, and of their output
-        projections if these are elsewhere, as in BERT. None of these modules contains another one. If attention of some
-        modules cannot be observed, add a note and return empty lists.
+        """Return one list of module paths for the dense and one for the compressed model. A list has the modules that
+        compute attention, and their output projections if these are elsewhere, as in BERT. No listed module contains
+        another listed one. If attention of some modules cannot be observed, add a note and return two empty lists.
         """
         batch = self._data.call_inputs(1, self._prompt) if self._data.sequences else self._data.batches[0]
         paths_of_models = []
@@ -192,8 +192,8 @@ class _Parts:
         return paths_of_models
 
     def sizes(self) -> list[ReportRow]:
-        """Return the report rows of the numbers of parameters, in all and in attention, and of the bytes of all
-        weights.
+        """Return the report rows of three sizes: the number of parameters of the model, the number of parameters of its
+        attention modules, and the bytes of all weights.
         """
         rows = [ReportRow.of_sizes("parameters", "parameters", *map(count_parameters, self._models))]
         if all(self._paths):
@@ -227,8 +227,8 @@ class _Parts:
         return [*rows, ReportRow.of_sizes(f"cache after {lengths[-1]} tokens", "bytes", *totals)]
 
     def times(self, batches: Sequence[int], rounds: int) -> list[ReportRow]:
-        """Return the report rows of times for each batch size. For models that decode with a cache, these are times of
-        a prompt and of one decoded token; otherwise, of a forward pass.
+        """Return the report rows of times for each batch size. For models that decode with a cache, the rows are the
+        time to read a prompt and the time to decode one token. For other models, the row is the time of a forward pass.
         """
         if self._decodes:
             return [row for batch in batches for row in self._decoding_times(batch, rounds)]
@@ -248,8 +248,8 @@ class _Parts:
         return rows
 
     def _decoding_times(self, batch: int, rounds: int) -> list[ReportRow]:
-        """Return the report rows of the time of a prompt, and of the time to decode one token after it with a cache.
-        The latter is a mean over several decoding steps, which start from a copy of the prompt's cache.
+        """Return the report rows of the time to read a prompt, and of the time to decode one token after it with a
+        cache. The time per token is a mean over several decoding steps, which start from a copy of the prompt's cache.
         """
         prompt, new = self._prompt, self._new
         ids = self._data.tokens(batch, prompt + new)
@@ -360,9 +360,9 @@ def _embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, "batch
 def greedy_agreements(
     models: ModelPair, prompts: Sequence[Tensor], new_tokens: int, end_tokens: Collection[int]
 ) -> list[tuple[float, float]]:
-    """Return two shares of the first model's generated tokens, for each prompt: those before the first token that the
-    second model would not generate, and those that the second model also ranks first, given the same tokens before
-    them.
+    """Continue each prompt by greedy decoding with the first model, and return two shares of the generated tokens per
+    prompt. The first is the share of tokens before the first one that the second model does not rank first. The second
+    is the share of all tokens that the second model ranks first. Both models read the same preceding tokens.
 
     The first model continues a prompt by its most likely token, up to a number of tokens or an end token, which counts.
     The second model reads the same tokens one by one; as long as it ranks the same tokens first, it generates them.
@@ -386,8 +386,9 @@ def greedy_agreements(
 def _most_likely(
     model: nn.Module, ids: Int[Tensor, "batch tokens"], forced: Int[Tensor, "batch new"] | None, count: int
 ) -> Int[Tensor, "batch new"]:
-    """Return `count` most likely next tokens of a model for each prompt in `ids`. The tokens that follow the prompt are
-    those in `forced`; if this is None, the most likely tokens themselves (greedy decoding).
+    """Return the most likely token of a model at each of `count` positions after each prompt in `ids`. After the
+    prompt, the model reads the tokens in `forced`; if `forced` is None, it reads its own most likely tokens (greedy
+    decoding).
     """
     output: Any = decode(model, ids)
     tokens = [output.logits[:, -1].argmax(-1)]

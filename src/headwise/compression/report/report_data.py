@@ -62,8 +62,8 @@ class ReportData:
         return ReportData(batches, documents, is_texts, list(_sequences(batches)))
 
     def prompts(self, length: int, count: int) -> list[tuple[Tensor, int]]:
-        """Return up to `count` prompts: the first tokens of a sequence, at most `length`, with the number of its
-        document. Each document supplies one sequence before any document supplies a second one.
+        """Return up to `count` prompts, each with the number of its document. A prompt is the start of a sequence, at
+        most `length` tokens long. Each document supplies one prompt before any document supplies a second one.
         """
         seen: dict[int, int] = {}
         ranked = []
@@ -93,8 +93,8 @@ class ReportData:
 
 @torch.no_grad()
 def has_examples_first(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Return True if the first axis of the tensors in a batch is that of examples. It is, if the model's output for the
-    first example alone equals the first part of its output for the batch.
+    """Return True if the first axis of the tensors in a batch has one index per example. This is true if the model's
+    output for the first example alone equals the first item of its output for the batch.
     """
     try:
         together, alone = (

@@ -33,9 +33,9 @@ def time_rows(
     rounds: int,
     steps: int = 1,
 ) -> list[ReportRow]:
-    """Time `run(model, prepare(model))` for a dense and a compressed model, and return report rows: of the whole run
-    and of its attention modules, whose paths are given per model. The preparation is not timed. The times are divided
-    by `steps`, the number of equal steps in a run.
+    """Time `run(model, prepare(model))` for a dense and a compressed model, without the time of `prepare`. Return a
+    report row of the whole run and, if `paths` lists attention modules for each model, a row of these modules. The
+    times are divided by `steps`, the number of equal steps in a run.
     """
 
     def timed(model: nn.Module, of_model: Sequence[str]) -> Callable[[], dict[str, float]]:
@@ -54,9 +54,9 @@ def time_rows(
 def paired_times(
     calls: tuple[Callable[[], dict[str, float]], Callable[[], dict[str, float]]], rounds: int, steps: int = 1
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Time two models in turns, and return the seconds of each model in each round, by the name of the timed part, such
-    as "total". Each of the `calls` runs one model and returns its seconds by part. They are divided by `steps`, the
-    number of equal steps in a call.
+    """Time two models in turns. Return, by the name of the timed part, such as "total", the seconds of each model in
+    each round. Each of the `calls` runs one model and returns the seconds of each part. These are divided by `steps`,
+    the number of equal steps in a call.
 
     Each round runs both, the dense model first in every second round, so that slow changes of the machine's speed do
     not favour one of them. Each model first runs twice without being counted, as a warm-up. The second of these runs

@@ -57,9 +57,9 @@ from headwise.runs.fingerprint import identity_of
 
 
 class LeastSquaresScores:
-    """Pruning scores of sets of heads: the mean squared error of an attention module's output y after removal of the
-    heads, minus the error before. The output projection is fitted again to y by least squares, and the error is
-    measured on sequences left out of the fit. It is divided by the mean of `|y|^2` (about the mean of y if the
+    """Pruning scores of sets of heads: the rise of the mean squared error of an attention module's output y when the
+    heads are removed. After the removal, the output projection is fitted again to y by least squares; the error is
+    measured on sequences left out of the fit. The rise is divided by the mean of `|y|^2` (about the mean of y if the
     projection has a bias). Tokens are weighted by the mean squared derivative of the model's output with respect to y
     at the token.
 
@@ -155,9 +155,9 @@ class LeastSquaresScores:
         return [scores[unit] for unit in units]
 
     def candidates(self) -> list["LeastSquaresScores"]:
-        """Return these scores and alternatives from the same data, by each of which `plan_pruning` makes a plan. The
-        alternatives do not fit the projections again; one weighs tokens by derivatives, and one equally. Scores with a
-        loss have no alternatives.
+        """Return these scores and alternative scores from the same data; `plan_pruning` makes a plan from each of them.
+        The alternatives assume that output projections keep their weights: the first weighs tokens by derivatives, and
+        the second weighs all tokens equally. Scores with a loss have no alternatives.
         """
         if self.is_comparable:
             return [self]
@@ -201,8 +201,9 @@ class LeastSquaresScores:
         return errors.index(min(errors))
 
     def _change(self, changed: nn.Module, plan: Sequence[PlannedModule], held_out: int) -> None:
-        """Write the output projections that a pruning plan leads to into `changed`, a copy of the model. They are
-        fitted again without the fold `held_out`, or keep their weights; columns of removed heads become 0.
+        """Write the output projections of the model that a pruning plan describes into `changed`, a copy of the
+        original model. If these scores use fits, the projections are fitted to all data except the fold `held_out`;
+        otherwise, they keep their weights. The columns of removed heads become 0.
         """
         for planned in plan:
             module, moments = self._modules[planned.module], self._moments[planned.module]
@@ -259,9 +260,9 @@ def _warn_of_first_plan(count: int, reason: str) -> None:
 def _dense_moments(
     model: nn.Module, modules: dict[str, HeadModule], batches: Sequence[dict[str, Any]], folds: Sequence[Sequence[int]]
 ) -> tuple[dict[str, FoldedMoments], dict[str, FoldedMoments]]:
-    """Run the dense model, and return sums over tokens of the inputs and outputs of each module's output projection, by
-    path. The first dictionary has them by cross-validation fold, with weights of tokens; the second over all data, with
-    equal weights.
+    """Run the dense model, and return sums over tokens of the inputs and outputs of each module's output projection.
+    There are two dictionaries by module path. The first has separate sums for each cross-validation fold, with tokens
+    weighted by derivatives. The second has sums over all data, with equal weights.
     """
     moments, unweighted = ({path: moments_of(model, module) for path, module in modules.items()} for _ in range(2))
     outputs = {path: module.output for path, module in modules.items()}

@@ -95,9 +95,9 @@ class _MeasuredScores:
     def _means(
         self, removed: frozenset[Head], measure: Callable[[list[dict[str, Any]], Loss], Mapping[Any, MeanEstimate]]
     ) -> dict[Any, float]:
-        """Measure each batch while the outputs of the heads `removed` are multiplied by 0, and return the mean of each
-        measured quantity over all examples. `measure` returns such means, by key, for one batch and its loss.
-        Quantities without an example are left out.
+        """Call `measure` on each batch while the outputs of the heads `removed` are multiplied by 0. For each quantity
+        that `measure` returns, by key, return the mean over the examples of all batches. Quantities without an example
+        are left out.
         """
         sums: dict[Any, float] = {}
         examples: dict[Any, int] = {}

@@ -30,9 +30,9 @@ def plan_by_name(
     progress: bool = False,
 ) -> PruningPlan:
     """Score the heads of a model by the method `name`, one of `PRUNING_SCORES`, and return a pruning plan. The loss is
-    used for importance, ablation, and least squares with the constraint "free". `fitted` states, for least squares,
-    that output projections will be fitted after pruning. By default, ablation scores the heads in one round, and other
-    methods as in `plan_pruning`.
+    used for importance, for ablation, and for least squares with the constraint "free". For least squares, `fitted`
+    states that output projections will be fitted after pruning. If `rounds` is None, ablation scores the heads in one
+    round, and other methods in as many as `plan_pruning` chooses.
     """
     require_scores(name, constraint, loss)
     if uses_loss(name, constraint):

@@ -53,8 +53,9 @@ def localize(
     loss: Loss = next_token_loss, progress: bool = False,
 ) -> StreamingHeads:  # fmt: skip
     """Find streaming heads of a decoder: key/value heads that need to attend only to the first tokens and a window of
-    recent ones (Xiao et al. 2024, StreamingLLM, arXiv:2309.17453; Xiao et al. 2024, DuoAttention, arXiv:2410.10819).
-    Choose as many as raise the loss by at most the relative `budget`. The model is not changed.
+    recent ones (Xiao et al. 2024, StreamingLLM, arXiv:2309.17453; Xiao et al. 2024, DuoAttention, arXiv:2410.10819). As
+    many heads are chosen as possible while the loss rises by at most the share `budget` (0.01 is 1 %). The model is not
+    changed.
 
     The heads are ranked by gradients of the loss, in one run forwards and backwards. Their number is chosen by the
     measured loss, in at most `log2(key/value heads) + 2` runs. Every second document of `Texts` (otherwise every second
@@ -352,8 +353,8 @@ class WindowEffects(ModuleAttention):
     @torch.no_grad()
     def _change(self, call: HFCall, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compare full attention with attention to the first tokens and the window. Return the change of head outputs
-        `(batch, heads, queries, value_dim)`, and the summed attention weights outside of the window for each key/value
-        head. Also return a mask `(batch, queries)`, True for queries with keys outside.
+        `(batch, heads, queries, value_dim)` and, for each key/value head, the sum of the attention weights on all other
+        tokens. Also return a mask `(batch, queries)`, True for queries that have such other tokens.
         """
         batch, _, queries, _ = call.q.shape
         positions = self._reader.read(self.path, call).positions

@@ -150,8 +150,8 @@ def _refusal(path: str, got: str) -> InputError:
 
 
 def _positions_in(path: str, mask: Tensor, queries: int, keys: int) -> TokenPositions:
-    """Return the positions of the keys that a causal attention mask with padding implies: they count the tokens of a
-    sequence without padding. Raise `InputError` for other masks.
+    """Derive the positions of the keys from a causal attention mask with padding. A position counts the tokens before
+    the key in its sequence, without padding. Raise `InputError` for masks that are not of this form.
     """
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != keys or mask.shape[2] != queries:
         raise _refusal(path, f"a mask of shape {tuple(mask.shape)}")
@@ -205,7 +205,8 @@ class HeadKeys(NamedTuple):
 
 def attend_to(keys: HeadKeys, call: HFCall, heads: list[int] | slice, mask: Mask, *, return_lse: bool = False) -> Any:
     """Compute attention of the query heads `heads` of a call to the keys and values in `keys`, with the score options
-    of the call. The last keys belong to the queries. The mask is applied by position.
+    of the call. The last keys belong to the same tokens as the queries. The mask compares the positions of queries and
+    keys.
     """
     q, positions, options = call.q[:, heads], keys.positions, call.score_options
     if options["sinks"] is not None:

@@ -69,7 +69,7 @@ def _classes() -> tuple[Any, Any]:
 class StreamingStorage:
     """Keys and values of one layer: of all tokens for full heads, and of the first tokens and a window for streaming
     heads. `update` returns placeholder tensors in the shape of all keys and values. The module's attention then calls
-    `join` to store the new ones and to get those of each kind of head.
+    `join`, which stores the new keys and values, and returns the keys and values of both kinds of heads.
 
     Attributes:
         keys, values: those of the heads that attend to all tokens `(batch, full heads, tokens, ...)`; None at first.
@@ -178,7 +178,7 @@ class StreamingStorage:
 
     def _set_starts(self, positions: Tensor | None, before: int) -> None:
         """Store the index at which each sequence begins after its padding, derived from the positions of all tokens.
-        Raise `InputError` if padding is on the right, or differs from that of the `before` earlier tokens.
+        Raise `InputError` if padding is on the right, or if the padding of the `before` earlier tokens has changed.
         """
         starts = None
         if positions is not None:
@@ -230,13 +230,13 @@ class StreamingStorage:
         return self._tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and the offset of the keys that a mask covers in the next call: all tokens including the
-        `query_length` new ones, and 0.
+        """Return the number of keys that the attention mask of the next call covers, and the index of the first one,
+        which is 0. The mask covers all tokens, including `query_length` new ones.
         """
         return self._tokens + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace each sequence by the one at its index in `beam_idx`, with which a beam search continues."""
+        """Reorder the sequences of the batch for beam search: sequence i becomes the present sequence `beam_idx[i]`."""
         self._map_sequences(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:

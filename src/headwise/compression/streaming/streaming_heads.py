@@ -117,9 +117,9 @@ class StreamingHeads(JsonResult):
 
     def running(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager within which the streaming heads of a model attend to the first tokens and the
-        window only. With the cache of the method `cache`, their other keys and values are not stored. The outputs are
-        the same with another cache or without one. `torch.compile` is disabled within, since code compiled earlier
-        would ignore the restriction.
+        window only. With the cache that the method `cache` returns, keys and values of other tokens are not stored for
+        these heads. With another cache or without one, the outputs are the same. `torch.compile` is disabled within,
+        since code compiled earlier would ignore the restriction.
 
         Args:
             model: the model of these heads, with the attention implementation "sdpa" or "eager".
@@ -152,8 +152,8 @@ class StreamingHeads(JsonResult):
 
     def cache_bytes(self, length: int, *, batch: int = 1, dtype: torch.dtype | None = None) -> CacheBytes:
         """Return the bytes of all keys and values after a text of `length` tokens, in a `DynamicCache` and in the
-        streaming cache of the method `cache`. Layers with the model's own sliding window store `window - 1` tokens in
-        both.
+        streaming cache of the method `cache`. In both, a layer in which the model itself has a sliding window of w
+        tokens stores at most w - 1 tokens.
 
         Args:
             length: number of tokens of the text, including padding.
@@ -175,12 +175,11 @@ class StreamingHeads(JsonResult):
         return CacheBytes(batch * dense, batch * streaming, names)
 
     def export_pattern(self, folder: str | Path) -> None:
-        """Write the heads to a folder in the format of DuoAttention (arXiv:2410.10819), which `kvpress` also reads. The
-        file `full_attention_heads.tsv` has a number from 0 to 1 for each layer and key/value head. `config.json` states
-        the sizes of the window and of the first tokens.
+        """Write the streaming heads to a folder in the format of DuoAttention (arXiv:2410.10819), which `kvpress` also
+        reads. The file `full_attention_heads.tsv` has a rank from 0 to 1 for each layer and key/value head; streaming
+        heads have the lowest ranks. `config.json` states the sizes of the window and of the first tokens.
 
-        The numbers are the ranks of the heads, such that the streaming heads have the lowest ones: a reader that makes
-        the share `streaming_kv_heads / kv_heads` of the heads streaming heads gets exactly these.
+        The streaming heads are the share `streaming_kv_heads / kv_heads` of all heads that has the lowest ranks.
 
         Args:
             folder: folder for the two files, which is made if there is none.
@@ -210,8 +209,8 @@ class StreamingHeads(JsonResult):
         write_atomically(path / "config.json", json.dumps(config, indent=1).encode())
 
     def _check(self, model: nn.Module) -> None:
-        """Raise `InputError` if `model` is not the model whose streaming heads these are: it has other modules or
-        weights.
+        """Raise `InputError` if `model` has other modules or weights than the model in which these streaming heads were
+        found.
         """
         paths = dict(require_module(model).named_modules())
         for module in self.modules:
