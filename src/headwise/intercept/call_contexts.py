@@ -64,7 +64,8 @@ UNKNOWN_SEQUENCES = (
 
 @dataclass(eq=False)
 class _ModelCall:
-    """Data that is stored during one call of a model: its self-attention calls so far, and results that layers share.
+    """Data that is stored during one call of a model: its self-attention calls so far, and results that are reused for
+    all attention calls with the same inputs.
 
     Attributes:
         streams: its self-attention calls so far, the first one of each module.
@@ -159,8 +160,8 @@ class CallContexts(threading.local):
 
     def _read_without_positions(self, call: Call, facts: MaskFacts | None, memory: SiteMemory | None) -> ObservedCall:
         """Return the padding of a self-attention call whose queries cannot be located among its keys. Report that
-        statistics of positions are left out for its module. If the call continues earlier sequences, the keys of these
-        may have moved.
+        statistics of positions are left out for its module. Also return whether the call continues earlier sequences,
+        even if their cached keys are now in another order.
         """
         grid = call.grid
         self._on_left_out(call.site.path, NO_POSITIONS)

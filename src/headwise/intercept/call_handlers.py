@@ -94,8 +94,8 @@ class CallHandlers(NamedTuple):
     ) -> None:
         """Pass attention `weights` that the model itself has computed to the observers, in row blocks (some query rows
         at a time). Then notify the observers that the call has ended. Each row block also contains the head outputs of
-        its rows, from `out`. If `is_unchecked` is True and an observer has a check, it contains weights times values
-        instead, which the check compares with `out`.
+        its rows, taken from `out`. If `is_unchecked` is True and an observer has a check, the outputs are instead
+        computed as weights times values, and the check compares them with `out`.
 
         Args:
             weights: the weights.
@@ -232,8 +232,8 @@ def handlers_of_call(
     is_aligned: bool = False,
 ) -> CallHandlers:
     """Report one attention call to the interceptors (objects that observe or change attention) of the models whose
-    modules are among `module_calls`. Return the functions by which they observe or change the call. While
-    `exclusive_to` is active, report the call only to the interceptor that was chosen there.
+    modules are among `module_calls`. Return the functions by which the interceptors observe or change the call. Within
+    a context `exclusive_to`, report the call only to the interceptor that this context selects.
 
     Args:
         grid: size of the scores: batch, heads, queries, keys.
@@ -283,8 +283,8 @@ def handlers_of_call(
 
 def _input_sources(origins: CallOrigins | None) -> InputSources:
     """Return the inputs of the model on which the queries and the keys of an attention call depend, before the query
-    and key projections. Parameters and other tensors that are not inputs are left out. The result also contains the
-    token numbers of the call.
+    and key projections. Parameters and other tensors that are not inputs are left out. The result also states which
+    token each query, key and value belongs to, as numbers.
     """
     if origins is None:
         return InputSources()
@@ -298,7 +298,7 @@ def _input_sources(origins: CallOrigins | None) -> InputSources:
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:
     """Return the innermost running module call for each interceptor (object that observes or changes attention) that
-    receives reports now. That of the innermost context comes first.
+    receives reports now. The module call of the innermost context comes first.
     """
     interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
     innermost: dict[int, ModuleCall] = {}
@@ -309,9 +309,9 @@ def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[M
 
 
 def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute an attention call that was passed to `headwise.attend` as a `Problem`, and return the answer, by default
-    that of `run`. While an intercepted model is running, interceptors may observe the attention weights and change the
-    head outputs. If they observe, blockwise attention may compute the answer in place of `run`.
+    """Compute an attention call that was passed to `headwise.attend` as a `Problem`, by calling `run`, and return the
+    answer. While an intercepted model is running, interceptors may observe the attention weights and change the head
+    outputs. If they observe, blockwise attention may compute the answer in place of `run`.
     """
     with accelerated_modules.paused(OWN_BACKEND):
         return _answer_to_interceptors(problem, run) if call_stack.intercepts else run(problem)

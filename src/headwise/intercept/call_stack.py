@@ -158,7 +158,8 @@ class CallStack(threading.local):
     @contextmanager
     def torch_attention(self, heads: int, origins: CallOrigins, appended_keys: int) -> Iterator[None]:
         """Return a context for the code inside torch's `F.multi_head_attention_forward`. It stores the number of heads,
-        the `origins` of the queries, keys and values, and the number of keys that the function appends without a token.
+        the `origins` of the queries, keys and values, and the number of keys that the function appends and that belong
+        to no token.
         """
         self.torch_attention_heads, self.torch_attention_origins = heads, origins
         self.appended_keys = appended_keys

@@ -22,7 +22,7 @@ def shaped_as_padding(arguments: Iterable[Mapping[str, Any]], batch: int, keys: 
 
 
 def without_unselected(facts: MaskFacts, received: ReceivedMask, arguments: Iterable[Tensor], batch: int) -> MaskFacts:
-    """Return the facts about a mask (which keys are seen, and more) with a change for keys that the mask hides from all
+    """Return `facts` about a mask (such as which keys are seen), changed for keys that the mask hides from all query
     rows. Such a key stays hidden only if it is padding; otherwise it counts as seen.
 
     The hidden keys are padding if the rest of the mask follows from positions: each row sees an interval of the other

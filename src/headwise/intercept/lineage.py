@@ -24,8 +24,8 @@ from headwise.intercept.token_numbers import TokenNumbers
 
 
 class Lineage:
-    """Record of the sources of each tensor in a running model, that is the tensors on which it depends. They show
-    whether attention is self- or cross-attention. The record is for one thread.
+    """Record of the sources of each tensor in a running model: the tensors on which it depends. The sources of queries
+    and keys show whether attention is self- or cross-attention. The record is for one thread.
 
     Attributes:
         given: sources that are arguments of the outermost running module.
@@ -242,10 +242,11 @@ class Lineage:
         return origin._replace(joined=origin.joined | self.placed)
 
     def _concatenated(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of concatenated tensors. If they have different sources, the concatenation is
-        itself a further source, the same one whenever the same contents are concatenated in the same order. Tensors
-        from outside of the model call that may be cached do not count as different. They may be cached unless other
-        weights computed them in the previous call. Empty tensors have no sources.
+        """Return the origin (sources) of concatenated tensors; empty tensors have none. If the tensors have different
+        sources, the concatenation is itself a further source, the same one whenever the same contents are concatenated
+        in the same order. Sources that may be cached tensors from outside of the model call are not compared. Such a
+        tensor may be cached unless the previous call of the model computed it by weights that compute none of the
+        concatenated tensors.
         """
         origins = [origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()]
         union, maps = union_of(origins), {frozenset[Hashable](), *(origin.maps for origin in origins)}

@@ -151,8 +151,9 @@ def is_multiplied(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) 
 
 
 def sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
-    """Return True if a function call sums a tensor over an axis that joins several tensors, as after `torch.stack`, and
-    that the attention output itself does not have. The values of each head must be kept.
+    """Return True if a function call sums a tensor over an axis along which several tensors were joined, as by
+    `torch.stack`, and keeps the axis of the values. The attention output from which the tensor was computed does not
+    have the joining axis itself.
     """
     if call.function in SUMS:
         dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis"))
@@ -247,7 +248,7 @@ def concatenates(call: FunctionCall, tensor: Tensor, followed: FollowedOutput, a
 
 def _axis_of(call: FunctionCall, axes: int) -> int:
     """Return the axis along which a function call concatenates or stacks tensors, as a number from 0. `axes` is the
-    number of axes.
+    number of axes of its result.
     """
     dim: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
     return dim % axes

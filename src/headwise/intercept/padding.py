@@ -30,8 +30,9 @@ class RealTokens(NamedTuple):
 
 
 def real_by_mask(facts: MaskFacts, first: int, queries: int, batch: int) -> RealTokens:
-    """Return which tokens of a self-attention call are not padding, derived from its mask. A token is padding if no
-    query row sees the token's key. The token's query row is also excluded if it sees no key.
+    """Return which queries and keys of a self-attention call belong to tokens that are not padding, derived from its
+    mask. A token is padding if no query row sees the token's key. A query also counts as padding if its row sees no
+    key.
 
     If no row sees its own key, as in strictly causal masks, only rows that see no key are padding.
 

@@ -34,9 +34,9 @@ def lacks_first_token(call: Call, facts: MaskFacts | None) -> bool:
 def own_key_of_first_query(
     call: Call, received: ReceivedMask | None, facts: MaskFacts | None, memory: SiteMemory | None
 ) -> tuple[int | None, Continuation | None]:
-    """Locate the queries of a self-attention call among its keys. Return the index of the key that belongs to the first
-    query's token, and the earlier sequences that the call continues. The index is None if it is not certain; the keys
-    of the following queries come next to it. The second result is None if the call starts new sequences.
+    """Locate the queries of a self-attention call among its keys. The first result is the index of the key that belongs
+    to the first query's token; the following queries belong to the keys after it. It is None if the index is not
+    certain. The second result is the earlier sequences that the call continues, or None if it starts new ones.
 
     With cached keys, the index follows from the mask: the last key that a causal row sees is its own. Without such a
     mask the last key belongs to the last query. It is established if the keys in front of it are those of an earlier

@@ -124,8 +124,8 @@ def tokens_of_scores(scores: Tensor, dim: int) -> ComparedTokens | None:
 
 def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
     """Return the tensors in the `result` of a function call that were computed from `before`, a tensor recorded as
-    attention `scores`. Each comes with its axes, written as parts of the axes of the original product. A linear map
-    over queries or keys returns none, since its result is not scores.
+    attention `scores`. Each comes with its axes, written as parts of the axes of the original product. Return an empty
+    list for a linear map over queries or keys, since its result is not scores.
     """
     if call.function in PRODUCTS:  # with a parameter
         contraction = contraction_of(call.function, call.args, call.kwargs)

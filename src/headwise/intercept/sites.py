@@ -88,8 +88,9 @@ class SiteRecord:
         }
 
     def latest_tallies(self) -> list[Tally]:
-        """Return, for each latest attention call of this site, the sums of statistics over the query rows. Calls that
-        continue each other, as in generation, count as one.
+        """Return the sums of statistics over the query rows of this site's latest attention calls. There are several if
+        the module attends several times in one call of the model. Calls that continue each other, as in generation,
+        count as one.
         """
         return [call.tally for call in self._latest.values()]
 
