@@ -126,8 +126,8 @@ class AcceleratedModules(threading.local):
 
     @contextmanager
     def paused(self, reason: str) -> Iterator[None]:
-        """Return a context in which no call is accelerated, while headwise itself computes one attention call. This
-        call is recorded as one that the native kernels did not compute, for `reason`.
+        """Return a context in which no attention call is accelerated, for the time in which headwise itself computes
+        one call. This call is recorded as one that the native kernels did not compute, for `reason`.
         """
         if self.is_accelerated:
             self.record(reason)

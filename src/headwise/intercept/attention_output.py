@@ -152,8 +152,8 @@ class AttentionOutput:
 
     def is_other_softmax_of(self, other: "AttentionOutput") -> bool:
         """Return True if this output and `other` come from different attention weights (softmax results) of one
-        attention layer. Return False as soon as the model has mapped one of them linearly. Outputs whose queries come
-        from different projection weights belong to different layers.
+        attention layer, and the model has not yet applied a linear map to one of them. Outputs whose queries come from
+        different projection weights belong to different layers.
         """
         is_module = self.module_calls[-1].path == other.module_calls[-1].path
         is_projected = self.is_projected or other.is_projected
@@ -273,7 +273,7 @@ class AttentionOutput:
 
     def _predicted_layout(self, *, is_verified_later: bool) -> HeadLayout | None:
         """Return the layout of the heads that is expected from the shape of the output and the numbers of heads stored
-        in the modules. Return None if these do not determine a layout.
+        in the modules. Return None if shape and numbers do not determine a layout.
 
         Args:
             is_verified_later: accept the usual layout `(batch, heads, queries, value_dim)` without a stored number.

@@ -47,8 +47,9 @@ class CallHandlers(NamedTuple):
         self, read_problem: Callable[[], Problem], compute: Callable[[], Answer], keeps_output: bool = False
     ) -> Answer:
         """Compute one attention call and return its answer, before interceptors change it. Without observers, call
-        `compute`, the model's own function. With observers, pass them the attention weights of the problem that
-        `read_problem` returns, in row blocks (some query rows at a time). Then notify them that the call has ended.
+        `compute`, the model's own function. With observers, read the call by `read_problem`, and pass its attention
+        weights to the observers in row blocks (some query rows at a time). Then notify the observers that the call has
+        ended.
 
         With observers, headwise's own blockwise attention may compute the answer in place of `compute`. It does not if
         an observer has a check or requires the model's output, if the call has dropout, or if `keeps_output` is True.
@@ -157,8 +158,8 @@ class CallHandlers(NamedTuple):
 
     @property
     def keeps_output(self) -> bool:
-        """True if an observer requires that the model's own function computes the output, so that the output is the
-        same bit for bit.
+        """True if an observer requires that the model's own function computes the output, so that observation does not
+        change a single bit of it.
         """
         return any(observation.keeps_output for observation in self.observations)
 
@@ -178,9 +179,9 @@ class CallHandlers(NamedTuple):
 
     @property
     def _whole_call(self) -> WholeCall | None:
-        """Statistics that the call's only observation collects, if these need no attention weights of single rows. The
-        native kernels may then compute them without row blocks. None if there are several observations, or if the
-        weights are needed.
+        """Statistics that the native kernels may compute without passing row blocks to an observer. They are those of
+        the call's only observation, if it needs no attention weights of single rows. None if there are several
+        observations, or if the only one needs the weights.
         """
         return self.observations[0].whole_call if len(self.observations) == 1 else None
 

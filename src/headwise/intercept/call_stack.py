@@ -124,8 +124,8 @@ class CallStack(threading.local):
 
     @property
     def current_interceptions(self) -> tuple[Interception, ...]:
-        """Interceptions (contexts that intercept a model) that are active in this thread, outermost first. While
-        activation checkpointing repeats a forward pass, they are those of this forward pass; otherwise all open ones.
+        """Interceptions (contexts that intercept a model) that apply in this thread, outermost first. While activation
+        checkpointing repeats a forward pass, they are those that applied in this forward pass; otherwise all open ones.
         """
         return self.interceptions if self.recomputed is None else self.recomputed
 

@@ -89,8 +89,8 @@ class ComparedTokens(NamedTuple):
         return first if is_known and torch.equal(queries, own) and not self._values_differ else None
 
     def has_queries_of(self, other: "ComparedTokens") -> bool:
-        """Return True if this attention call and `other` have some queries in common: the same tokens in the result of
-        the same call of the query projection.
+        """Return True if this attention call and `other` have some queries in common: queries that the same call of the
+        query projection computed for the same tokens.
         """
         queries, others = self.queries.numbers, other.queries.numbers
         if self.queries.linear_map is not other.queries.linear_map:

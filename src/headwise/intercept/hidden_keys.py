@@ -86,8 +86,8 @@ def _increases(keys: Int[Tensor, "#batch heads rows"], counted: Bool[Tensor, "#b
 def _marked_as_padding(
     hidden: Bool[Tensor, "batch keys"], arguments: Iterable[Tensor]
 ) -> Bool[Tensor, "batch keys"] | None:
-    """Return True at the keys that a padding mask marks as padding. `arguments` may contain such masks; the first one
-    whose marked keys are all in `hidden` is used. Return None if there is none.
+    """Return True at the keys that a padding mask marks as padding. Of the tensors in `arguments`, the first one that
+    can be such a mask is used: all keys that it marks must be in `hidden`. Return None if there is no such tensor.
     """
     for value in arguments:
         if not bool(((value == 0) | (value == 1) | (value <= -HIDING_DIFFERENCE)).all()):

@@ -209,9 +209,9 @@ def axes_after_function(
 def _in_place(
     call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Tensor, axes: Axes, number: int | None
 ) -> Axes:
-    """Return the `axes` of the `result` of a function that may move or mix elements. Axes along which it moves or mixes
-    elements are marked as unrelated to the attention output. Axes of queries are kept, since the output projection is
-    the same for all queries.
+    """Return the `axes` of the `result` of a function that may move or mix elements. An axis along which it does so is
+    marked as unrelated to the attention output. Axes of queries are never marked, since the output projection is the
+    same for all queries.
 
     Args:
         call: call of the function.

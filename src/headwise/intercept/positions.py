@@ -18,8 +18,8 @@ FIRST_UNKNOWN = (
 
 
 def lacks_first_token(call: Call, facts: MaskFacts | None) -> bool:
-    """Return True if the first key of an attention call may be a learned key in front of the tokens. It then belongs to
-    no known token, while other keys do, and is visible to some query.
+    """Return True if the first key of an attention call may be a learned key in front of the tokens. That is so if this
+    key is visible to some query and belongs to no known token, while other keys do.
 
     Args:
         call: the call.
@@ -99,8 +99,9 @@ def _is_confirmed(
     arguments: Iterable[Mapping[str, Any]], first: int, queries: int, keys: int, layer: int | None
 ) -> bool:
     """Return True if an argument of the running modules confirms that the first query is token number `first` of its
-    sequence. The argument may be a cache with the right length, or a tensor of the queries' positions. A cache that
-    drops old keys confirms it if the last query belongs to the last key.
+    sequence. A tensor of the queries' positions confirms it, and so does a cache whose number of tokens is
+    `first + queries`. A cache that has dropped old keys may have counted more tokens, if the last query belongs to the
+    last key.
     """
     for value in (value for module_arguments in arguments for value in module_arguments.values()):
         length_of = getattr(value, "get_seq_length", None)

@@ -100,8 +100,8 @@ def may_be_masked(scores: Tensor) -> bool:
 
 
 def compares_activations(scores: Tensor, dim: int) -> bool:
-    """Return True if `scores` come from a product of two activations, and their axis `dim` is an axis of only one of
-    the two. The axis of keys in attention scores is such an axis.
+    """Return True if `scores` come from a product of two activations, and only one of these two has the axis `dim` of
+    the scores. The axis of keys in attention scores is such an axis.
     """
     followed: _Scores | None = call_stack.attention.scores.get(scores)
     return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared

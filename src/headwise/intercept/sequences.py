@@ -37,8 +37,8 @@ class History:
     has_documents: bool = False
 
     def cropped(self, length: int, order: Int[Tensor, " batch"] | None) -> "History":
-        """Return this record cut to the first `length` tokens of each sequence. If `order` is passed, also reorder the
-        batch: sequence `order[b]` moves to index b.
+        """Return a copy of this `History` with only the first `length` tokens of each sequence. If `order` is passed,
+        also reorder the batch: sequence `order[b]` moves to index b.
         """
         token_ids, is_real = (
             tensor if tensor is None else (tensor if order is None else tensor[order])[:, :length]
@@ -49,8 +49,8 @@ class History:
     def extended(
         self, count: int, token_ids: Int[Tensor, "batch count"] | None, is_real: Bool[Tensor, "batch count"] | None
     ) -> "History":
-        """Return this record with `count` more tokens at the end of each sequence. The ids of all tokens become unknown
-        (None) if those of the earlier or of the new tokens are.
+        """Return a copy of this `History` with `count` more tokens at the end of each sequence. The ids of all tokens
+        become unknown (None) if the ids of the earlier or of the new tokens are unknown.
         """
         ids = None
         if token_ids is not None and (self.token_ids is not None or not self.length):

@@ -96,9 +96,9 @@ def _torch_attention(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Compute `F.multi_head_attention_forward` inside an intercepted model, and return its result. Attention inside it
-    is intercepted by replacements of SDPA, softmax and others; this function records the sources of its queries, keys
-    and values.
+    """Compute `F.multi_head_attention_forward` inside an intercepted model, and return its result. This function
+    records the sources of the queries, keys and values. The attention inside is intercepted by replacements of SDPA,
+    softmax and other functions.
     """
     lineage, module_calls = call_stack.lineage, call_stack.module_calls
     weight = kwargs["q_proj_weight"] if in_proj_weight is None else in_proj_weight

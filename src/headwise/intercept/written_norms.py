@@ -195,9 +195,9 @@ class WrittenNorms:
             self._projected_by.setdefault(path, set()).update(bases)
 
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
-        """If the module at `path` is the output projection of attention that was called before, compare the
-        projection's input and output with the head outputs. If it may be the projection of attention that is observed
-        later, store some rows of its input and output.
+        """If the module at `path` is the output projection of attention that ran before, compare the projection's input
+        and output with the head outputs. If it may be the projection of attention that is observed later, store some
+        rows of its input and output.
         """
         model_call = self._model_calls[threading.get_ident()]
         waiting = [each for each in model_call.head_outputs if self._projection_paths[each] == path]
@@ -235,8 +235,8 @@ class WrittenNorms:
 
     def _check(self, path: str, call: _ProjectionCall, model_call: _ModelCall) -> None:
         """Decide if the output projection found for the attention module at `path` is the right one, from one call of
-        it. Its input must consist of the module's head outputs, and its output must be the linear map of its input. If
-        the call shows nothing, leave the decision to a later one.
+        the projection. Its input must consist of the module's head outputs, and its output must be the linear map of
+        its input. If this call cannot show it, leave the decision to a later call.
         """
         head_outputs, projection = model_call.head_outputs.pop(path), self._grams[path][1]
         is_confirmed = _consists_of(call, head_outputs) and _maps(projection, call)
