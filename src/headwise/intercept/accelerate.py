@@ -32,7 +32,8 @@ NOT_SDPA = "it does not call torch.nn.functional.scaled_dot_product_attention"
 
 
 class ModuleCalls(NamedTuple):
-    """Counts of the attention calls of one module of an accelerated model: by the native kernels, and by torch.
+    """Numbers of attention calls of one module of an accelerated model: of the calls that headwise's native CPU kernels
+    computed, and of those that torch computed.
 
     Attributes:
         path: path of the module; empty for the model itself.
@@ -47,8 +48,8 @@ class ModuleCalls(NamedTuple):
 
 
 class Acceleration:
-    """Result of `accelerate` for one model. It counts the attention calls of each module; `print` shows a summary. The
-    method `restore` ends the acceleration. As a context manager, the object ends it when the context ends.
+    """Result of `accelerate` for one model. It counts the attention calls of each module, and `print` shows a summary.
+    The acceleration ends with a call of `restore`, or at the end of a `with` statement on this object.
 
     Attributes:
         is_active: True until `restore` is called.
@@ -94,9 +95,9 @@ class Acceleration:
 
     @property
     def modules(self) -> list[ModuleCalls]:
-        """Counts of attention calls for each module that made such calls, in the order of the model's modules. Modules
-        that ran and seem to compute attention, but made no call that could be intercepted, are included with the
-        reason.
+        """Counts of attention calls for each module that made such calls, in the order of the model's modules. Also
+        included are modules that ran and seem to compute attention, but made no call that could be intercepted: each
+        with the reason why not.
         """
         with self._lock:
             counts = dict(self._counts)
@@ -112,7 +113,8 @@ class Acceleration:
 
     def summary(self) -> str:
         """Return a text with two kinds of modules: those whose attention the native kernels computed, and those whose
-        attention torch computed, with the reasons. Each has its number of calls so far.
+        attention torch computed, with the reasons. For each module, the text states the number of attention calls so
+        far.
         """
         state = f"native kernels: {library.why_not_loaded() or library.instruction_set()}"
         lines = [state if self.is_active else f"{state}; restored"]
@@ -133,8 +135,8 @@ class Acceleration:
 def accelerate(model: Any) -> Acceleration:
     """Let headwise's native CPU kernels compute attention in a model, in place of torch's
     `scaled_dot_product_attention`. They compute only the calls that they support and are expected to compute faster.
-    Return an `Acceleration`, which counts the calls of each module. Its method `restore` ends the acceleration; as a
-    context manager, it ends with the context.
+    Return an `Acceleration`, which counts the calls of each module. The acceleration ends with its method `restore`, or
+    at the end of a `with` statement.
 
     The model computes the same output and gradients, up to rounding, with its own masks. Other calls are unchanged: the
     same function of torch receives the same arguments. Those are calls with dropout, with a bias, on a GPU, in half
@@ -176,8 +178,8 @@ def accelerate(model: Any) -> Acceleration:
 
 
 def _install(model: nn.Module, acceleration: Acceleration) -> ExitStack:
-    """Install the hooks and patches by which `acceleration` intercepts attention in `model`. Return the context that
-    removes them when it is closed; it does not keep the model in memory.
+    """Install the hooks and patches by which `acceleration` intercepts attention in `model`. Return a context that
+    removes them when it is closed. The context does not keep the model in memory.
     """
     with ExitStack() as stack:
         stack.enter_context(sdpa_patches)
@@ -197,8 +199,8 @@ def _close(installed: ExitStack) -> None:
 
 
 def _listed(title: str, calls: list[tuple[str, int]]) -> Iterator[str]:
-    """Yield the lines of one section of a summary: `title` with totals, then each module's path with its number of
-    calls. Yield nothing if `calls` is empty.
+    """Yield the lines of one section of a summary: first `title` with the total numbers of calls and modules, then each
+    module's path with its number of calls. Yield nothing if `calls` is empty.
     """
     if calls:
         total = sum(count for _, count in calls)

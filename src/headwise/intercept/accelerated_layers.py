@@ -42,7 +42,7 @@ class AcceleratedHooks(UncopiedHooks):
 
     @property
     def remedy(self) -> str:
-        """Advice, for error messages, how to remove the hooks."""
+        """Advice, for error messages, on how to remove the hooks."""
         return "leave the context of hw.accelerate first, or call its method restore"
 
     def register(self, module: nn.Module) -> Iterator[RemovableHandle]:
@@ -144,8 +144,9 @@ def _accelerated_forward(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NoFastPath(TorchFunctionMode):
-    """Torch function mode that calls every function unchanged. Torch's layers do not use their fast path while any such
-    mode is active, so this mode disables the fast path.
+    """Torch function mode that calls every function unchanged. Torch's own attention layers have a fast path, which
+    computes a whole layer by one function, without SDPA. They do not use it while a torch function mode is active, so
+    this mode disables it.
     """
 
     def __torch_function__(
@@ -161,8 +162,9 @@ MASKS = ("attn_mask", "key_padding_mask", "src_mask", "src_key_padding_mask")
 
 def _is_for_kernels(layer: nn.Module, arguments: Mapping[str, Any]) -> bool:
     """Return True if the native kernels support the attention in a call of one of torch's layers, and are expected to
-    be faster than torch. The call must be self-attention, must not request the attention weights, and must have no
-    mask. With a mask, torch's fast path returns NaN in rows that hide all keys.
+    be faster than torch. The call must be self-attention and must not request the attention weights. It must have no
+    mask, since torch's fast path returns NaN for query rows in which a mask hides all keys, and results must not
+    change.
     """
     x = arguments.get("src", arguments.get("query"))
     attention: Any = layer if isinstance(layer, nn.MultiheadAttention) else layer.self_attn

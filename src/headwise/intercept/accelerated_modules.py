@@ -126,8 +126,8 @@ class AcceleratedModules(threading.local):
 
     @contextmanager
     def paused(self, reason: str) -> Iterator[None]:
-        """Return a context in which no call is accelerated, while headwise itself computes one attention call. This
-        call is recorded as one that the native kernels did not compute, for `reason`.
+        """Return a context in which no attention call is accelerated, for the time in which headwise itself computes
+        one call. This call is recorded as one that the native kernels did not compute, for `reason`.
         """
         if self.is_accelerated:
             self.record(reason)
@@ -138,8 +138,9 @@ class AcceleratedModules(threading.local):
             self.running = before
 
     def record(self, reason: str | None) -> None:
-        """Count one attention call with every recorder that has a running module, under the path of its innermost
-        module. Do nothing while activation checkpointing repeats a forward pass, where the call was already counted.
+        """Count one attention call with every recorder that has running modules, under the path of the innermost of
+        these modules. `reason` states why torch computed the call; it is None if the native kernels did. Do nothing
+        while activation checkpointing repeats a forward pass, where the call was already counted.
         """
         if self.is_repeating:
             return
@@ -184,8 +185,8 @@ class _ReadMask:
 
 
 def _key(mask: Tensor, dtype: torch.dtype | None) -> tuple[object, ...]:
-    """Return a key that is equal for masks with equal values: memory address, dtype, shape, strides and torch's count
-    of in-place changes.
+    """Return a key by which a mask that was read before is recognised: memory address, dtype, shape, strides, torch's
+    count of in-place changes, and the requested `dtype`.
     """
     version = None if mask.is_inference() else mask._version
     return (mask.data_ptr(), mask.dtype, mask.shape, mask.stride(), version, dtype)

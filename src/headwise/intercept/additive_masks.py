@@ -31,9 +31,9 @@ def hides_all_keys(added: Float[Tensor, "*batch rows keys"]) -> Bool[Tensor, "*b
 
 
 def _is_far_below(numbers: Tensor, reference: Tensor, dim: int) -> Bool[Tensor, "*shape"]:
-    """Return True where a number is so far below `reference` that a mask must hide the key. The limit is 5000 below it.
-    If any number along axis `dim` is near this limit, as with a bias that grows with distance, the limit is 1000000
-    below.
+    """Return True where a number in an additive mask, or in scores with such a mask, is so far below `reference` that
+    its key must be hidden: at least 5000 below. If any number along axis `dim` is near this limit, as with a bias that
+    grows with distance, the limit is 1000000 below.
     """
     difference = (numbers - reference).to(torch.promote_types(numbers.dtype, torch.float32))
     is_below = difference <= -HIDING_DIFFERENCE

@@ -12,7 +12,7 @@ UNKNOWN_KIND = (
 
 def is_cross_attention(origins: CallOrigins, lineage: Lineage) -> bool | None:
     """Return True for cross-attention, False for self-attention. The kind is derived from the sources of the queries,
-    keys and values (tensors on which they depend). Return None if these do not decide.
+    keys and values (tensors on which they depend). Return None if the sources do not determine the kind.
 
     It is self-attention if queries and keys have the same content. Sources that only one of the two has are
     permitted, such as position embeddings, unless they come from a mixing step: the output of attention, or a
@@ -32,8 +32,8 @@ def is_cross_attention(origins: CallOrigins, lineage: Lineage) -> bool | None:
 
 def attends_to_earlier_calls(query: Origin, key: Origin | None, lineage: Lineage) -> bool:
     """Return True if a call attends to its own tokens and, concatenated with them, to keys of earlier self-attention
-    calls in the same run of the model. The same weights must have computed the earlier keys. Recurrent models attend to
-    one block of tokens after the other in this way.
+    calls in the same run of the model. The earlier keys must come from the same projection weights as the call's own
+    keys. Recurrent models attend to one block of tokens after the other in this way.
     """
     if key is None:
         return False
@@ -64,8 +64,8 @@ def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Orig
 
 
 def may_be_cached(origins: CallOrigins, lineage: Lineage) -> bool:
-    """Return True if the keys of a call may include cached keys. They then depend on all sources of the queries, and on
-    nothing else but tensors from outside of the model call.
+    """Return True if some keys of a call may come from a cache. That is possible if the keys depend on all sources of
+    the queries, and on no other sources except tensors from outside of the model call.
     """
     if origins.k is None:
         return False

@@ -87,9 +87,9 @@ class AttentionOutput:
         self._change = object()  # stands for the change in records that must not keep this object in memory
 
     def establish(self, layout: HeadLayout, *, may_hide_heads: bool = False) -> None:
-        """Set the layout of the heads in this attention output (which axes, or parts of axes, are the heads). The model
-        shows it when it maps the outputs linearly. If the layout contradicts the module's number of heads, exclude the
-        call from the results.
+        """Set the layout of the heads in this attention output: which axes, or parts of axes, are the heads. The layout
+        becomes known when the model uses the output, for example in a linear map. If the layout contradicts the number
+        of heads that the module stores, exclude the call from the results.
 
         Args:
             layout: the layout.
@@ -152,8 +152,8 @@ class AttentionOutput:
 
     def is_other_softmax_of(self, other: "AttentionOutput") -> bool:
         """Return True if this output and `other` come from different attention weights (softmax results) of one
-        attention layer. Return False as soon as the model has mapped one of them linearly. Outputs whose queries come
-        from different projection weights belong to different layers.
+        attention layer, and the model has not yet applied a linear map to one of them. Outputs whose queries come from
+        different projection weights belong to different layers.
         """
         is_module = self.module_calls[-1].path == other.module_calls[-1].path
         is_projected = self.is_projected or other.is_projected
@@ -187,9 +187,9 @@ class AttentionOutput:
         return self._changed
 
     def finish(self, *, is_last: bool = False) -> bool:
-        """Report the attention call to the interceptors. If the heads are established, pass the attention weights to
-        the observers. If there is a reason not to report the call, name its module and this reason instead. Return
-        False if the heads are still unknown, so that nothing was reported. A second report does nothing.
+        """Report the attention call to the interceptors, and pass its attention weights to those that observe. If there
+        is a reason not to report the call, report its module as unreadable for this reason instead. Return False if the
+        heads are still unknown, so that nothing was reported. Do nothing if the call was reported before.
 
         Args:
             is_last: True at the end of the model, after which nothing more can be learnt about the call.
@@ -225,7 +225,7 @@ class AttentionOutput:
 
     def refuse(self, reason: str) -> None:
         """Record the reason why this attention call must not be reported to the interceptors. If it was reported
-        already, tell the interceptors that it is invalid. The reason of the first call of this method stays.
+        already, tell the interceptors that it is invalid. If a reason is already recorded, keep that one.
 
         Raises:
             InputError: the output was changed already.
@@ -239,8 +239,8 @@ class AttentionOutput:
             report_unreadable(self.module_calls, reason)
 
     def _handlers_with(self, layout: HeadLayout) -> CallHandlers:
-        """Return the functions by which the interceptors observe and change this attention call. The first time, report
-        the call to the interceptors, with `layout` as the layout of its heads.
+        """Return the functions by which the interceptors observe and change this attention call. When this method is
+        first called, report the call to the interceptors, with `layout` as the layout of its heads.
         """
         if self._handlers is None:
             assert self._source is not None
@@ -273,7 +273,7 @@ class AttentionOutput:
 
     def _predicted_layout(self, *, is_verified_later: bool) -> HeadLayout | None:
         """Return the layout of the heads that is expected from the shape of the output and the numbers of heads stored
-        in the modules. Return None if these do not determine a layout.
+        in the modules. Return None if shape and numbers do not determine a layout.
 
         Args:
             is_verified_later: accept the usual layout `(batch, heads, queries, value_dim)` without a stored number.
@@ -295,8 +295,8 @@ class AttentionOutput:
 
 
 def head_counts(module_calls: Iterable[ModuleCall]) -> list[int]:
-    """Return the number of heads that the user states for a module, or else the numbers that the module stores as
-    attributes. The innermost of the running modules that has any decides.
+    """Return the number of heads that the user states for a module, or else the numbers of heads that the module stores
+    as attributes. Of the running modules, the innermost one with such a number is used.
     """
     for module_call in reversed(list(module_calls)):
         if module_call.stated is not None and module_call.stated.heads is not None:

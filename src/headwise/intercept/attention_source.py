@@ -13,8 +13,8 @@ from headwise.shapes import Float
 
 
 class OutputAxes(NamedTuple):
-    """Roles of the axes of an attention output, in the order in which the model computes it: which one is the values,
-    and which ones are queries.
+    """Roles of the axes of an attention output as the model computes it: the number of the axis of values, and the
+    numbers of the axes of queries.
 
     Attributes:
         value: the axis of the values.
@@ -41,8 +41,9 @@ class AttentionSource(ABC):
     @property
     @abstractmethod
     def weight_axes(self) -> Sequence[int | None]:
-        """For each axis of the output, the axis of the attention weights that it corresponds to, or None. The output's
-        axis of values is left out, since weights have no such axis.
+        """List with one element for each axis of the attention output except the axis of values, which the attention
+        weights do not have. The element is the number of the corresponding axis of the weights, or None if there is
+        none.
         """
 
     @property

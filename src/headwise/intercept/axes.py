@@ -39,8 +39,8 @@ MOVES: frozenset[Callable[..., Any]] = frozenset(
 
 
 class Factor(NamedTuple):
-    """Part of one axis of the original tensor, as after a reshape that splits it. The index along this part is the
-    index along the original axis, divided by `stride`, modulo `size`.
+    """Part of one axis of an original tensor, such as one of the axes into which a reshape splits it. An element with
+    index `i` along the original axis has index `(i // stride) % size` along this part.
 
     Attributes:
         axis: number of the axis in the original tensor; `OTHER` if the elements are not those of one axis.
@@ -175,5 +175,7 @@ def _factors_between(places: list[tuple[int, Factor]], size: int, stride: int) -
 
 
 def other_axis(size: int) -> tuple[Factor, ...]:
-    """Return the factors (parts) of an axis of this size that corresponds to no axis of the original tensor."""
+    """Return the factors (parts) of an axis of this size that corresponds to no axis of the original tensor, the one
+    whose axes are followed, such as an attention output.
+    """
     return (Factor(OTHER, 1, size),) if size > 1 else ()

@@ -64,7 +64,8 @@ UNKNOWN_SEQUENCES = (
 
 @dataclass(eq=False)
 class _ModelCall:
-    """Data that is stored during one call of a model: its self-attention calls so far, and results that layers share.
+    """Data that is stored during one call of a model: its self-attention calls so far, and results that are reused for
+    all attention calls with the same inputs.
 
     Attributes:
         streams: its self-attention calls so far, the first one of each module.
@@ -159,8 +160,8 @@ class CallContexts(threading.local):
 
     def _read_without_positions(self, call: Call, facts: MaskFacts | None, memory: SiteMemory | None) -> ObservedCall:
         """Return the padding of a self-attention call whose queries cannot be located among its keys. Report that
-        statistics of positions are left out for its module. If the call continues earlier sequences, the keys of these
-        may have moved.
+        statistics of positions are left out for its module. Also return whether the call continues earlier sequences,
+        even if their cached keys are now in another order.
         """
         grid = call.grid
         self._on_left_out(call.site.path, NO_POSITIONS)
@@ -184,8 +185,8 @@ class CallContexts(threading.local):
     def _add_stream(
         self, call: Call, real: RealTokens, history: History, continues: bool, positions: Tensor | None = None
     ) -> None:
-        """Store the padding and the tokens of a self-attention call. A later call of cross-attention over the same
-        tokens uses them.
+        """Store the padding and the tokens of a self-attention call, for later calls of cross-attention over the same
+        tokens.
         """
         sizes = call.grid.batch, call.grid.queries
         stream = Stream(call.site.path, *sizes, call.sources.of_queries, real, history, continues, positions)
@@ -211,8 +212,9 @@ class CallContexts(threading.local):
         return ObservedCall(context, continuation is not None)
 
     def _read_cross(self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None) -> ObservedCall:
-        """Return the tokens and padding of a cross-attention call. Which of its queries are padding, and whether it
-        continues earlier sequences, is taken from the self-attention call over the same tokens.
+        """Return the tokens and padding of a cross-attention call, and whether it continues the sequences of an earlier
+        call. The latter, and which queries are padding, are taken from the self-attention call over the same tokens as
+        the queries.
         """
         grid, streams = call.grid, list(self._model_call.streams.values())
         of_queries, of_keys = stream_of_queries(call, streams), stream_of_keys(call, streams)
@@ -357,8 +359,9 @@ class CallContexts(threading.local):
 
 
 def _facts_of(call: Call, received: ReceivedMask, paddings: list[Tensor]) -> MaskFacts | None:
-    """Return the facts about the mask of an attention call (which rows see which keys). Keys that no row sees count as
-    hidden only if they are padding, not if the model selects keys by content.
+    """Return facts about the mask of an attention call, such as which keys are seen by query rows. A key that no row
+    sees counts as hidden only if it is padding. It counts as seen if the model selects keys by their content, as in
+    top-k attention.
     """
     facts = MaskFacts.of(received, call.grid.keys)
     return None if facts is None else without_unselected(facts, received, paddings, call.grid.batch)

@@ -47,8 +47,9 @@ class CallHandlers(NamedTuple):
         self, read_problem: Callable[[], Problem], compute: Callable[[], Answer], keeps_output: bool = False
     ) -> Answer:
         """Compute one attention call and return its answer, before interceptors change it. Without observers, call
-        `compute`, the model's own function. With observers, pass them the attention weights of the problem that
-        `read_problem` returns, in row blocks (some query rows at a time). Then notify them that the call has ended.
+        `compute`, the model's own function. With observers, read the call by `read_problem`, and pass its attention
+        weights to the observers in row blocks (some query rows at a time). Then notify the observers that the call has
+        ended.
 
         With observers, headwise's own blockwise attention may compute the answer in place of `compute`. It does not if
         an observer has a check or requires the model's output, if the call has dropout, or if `keeps_output` is True.
@@ -94,8 +95,8 @@ class CallHandlers(NamedTuple):
     ) -> None:
         """Pass attention `weights` that the model itself has computed to the observers, in row blocks (some query rows
         at a time). Then notify the observers that the call has ended. Each row block also contains the head outputs of
-        its rows, from `out`. If `is_unchecked` is True and an observer has a check, it contains weights times values
-        instead, which the check compares with `out`.
+        its rows, taken from `out`. If `is_unchecked` is True and an observer has a check, the outputs are instead
+        computed as weights times values, and the check compares them with `out`.
 
         Args:
             weights: the weights.
@@ -157,8 +158,8 @@ class CallHandlers(NamedTuple):
 
     @property
     def keeps_output(self) -> bool:
-        """True if an observer requires that the model's own function computes the output, so that the output is the
-        same bit for bit.
+        """True if an observer requires that the model's own function computes the output, so that observation does not
+        change a single bit of it.
         """
         return any(observation.keeps_output for observation in self.observations)
 
@@ -178,9 +179,9 @@ class CallHandlers(NamedTuple):
 
     @property
     def _whole_call(self) -> WholeCall | None:
-        """Statistics that the call's only observation collects, if these need no attention weights of single rows. The
-        native kernels may then compute them without row blocks. None if there are several observations, or if the
-        weights are needed.
+        """Statistics that the native kernels may compute without passing row blocks to an observer. They are those of
+        the call's only observation, if it needs no attention weights of single rows. None if there are several
+        observations, or if the only one needs the weights.
         """
         return self.observations[0].whole_call if len(self.observations) == 1 else None
 
@@ -232,8 +233,8 @@ def handlers_of_call(
     is_aligned: bool = False,
 ) -> CallHandlers:
     """Report one attention call to the interceptors (objects that observe or change attention) of the models whose
-    modules are among `module_calls`. Return the functions by which they observe or change the call. While
-    `exclusive_to` is active, report the call only to the interceptor that was chosen there.
+    modules are among `module_calls`. Return the functions by which the interceptors observe or change the call. Within
+    a context `exclusive_to`, report the call only to the interceptor that this context selects.
 
     Args:
         grid: size of the scores: batch, heads, queries, keys.
@@ -283,8 +284,8 @@ def handlers_of_call(
 
 def _input_sources(origins: CallOrigins | None) -> InputSources:
     """Return the inputs of the model on which the queries and the keys of an attention call depend, before the query
-    and key projections. Parameters and other tensors that are not inputs are left out. The result also contains the
-    token numbers of the call.
+    and key projections. Parameters and other tensors that are not inputs are left out. The result also states which
+    token each query, key and value belongs to, as numbers.
     """
     if origins is None:
         return InputSources()
@@ -298,7 +299,7 @@ def _input_sources(origins: CallOrigins | None) -> InputSources:
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:
     """Return the innermost running module call for each interceptor (object that observes or changes attention) that
-    receives reports now. That of the innermost context comes first.
+    receives reports now. The module call of the innermost context comes first.
     """
     interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
     innermost: dict[int, ModuleCall] = {}
@@ -309,9 +310,9 @@ def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[M
 
 
 def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute an attention call that was passed to `headwise.attend` as a `Problem`, and return the answer, by default
-    that of `run`. While an intercepted model is running, interceptors may observe the attention weights and change the
-    head outputs. If they observe, blockwise attention may compute the answer in place of `run`.
+    """Compute an attention call that was passed to `headwise.attend` as a `Problem`, by calling `run`, and return the
+    answer. While an intercepted model is running, interceptors may observe the attention weights and change the head
+    outputs. If they observe, blockwise attention may compute the answer in place of `run`.
     """
     with accelerated_modules.paused(OWN_BACKEND):
         return _answer_to_interceptors(problem, run) if call_stack.intercepts else run(problem)

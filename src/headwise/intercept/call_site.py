@@ -11,7 +11,7 @@ from headwise.intercept.origin import CallOrigins
 def site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | None) -> SiteKey:
     """Return the site of an attention call: the path of its module, the kind (self- or cross-attention), and the number
     of the layer in the module. If the kind is neither derived nor stated by the user, the call counts as
-    cross-attention. The interceptor is then told so.
+    cross-attention, and the interceptor is notified that the kind is unknown.
 
     Raises:
         InputError: the user stated another kind or number of heads.

@@ -124,8 +124,8 @@ class CallStack(threading.local):
 
     @property
     def current_interceptions(self) -> tuple[Interception, ...]:
-        """Interceptions (contexts that intercept a model) that are active in this thread, outermost first. While
-        activation checkpointing repeats a forward pass, they are those of this forward pass; otherwise all open ones.
+        """Interceptions (contexts that intercept a model) that apply in this thread, outermost first. While activation
+        checkpointing repeats a forward pass, they are those that applied in this forward pass; otherwise all open ones.
         """
         return self.interceptions if self.recomputed is None else self.recomputed
 
@@ -158,7 +158,8 @@ class CallStack(threading.local):
     @contextmanager
     def torch_attention(self, heads: int, origins: CallOrigins, appended_keys: int) -> Iterator[None]:
         """Return a context for the code inside torch's `F.multi_head_attention_forward`. It stores the number of heads,
-        the `origins` of the queries, keys and values, and the number of keys that the function appends without a token.
+        the `origins` of the queries, keys and values, and the number of keys that the function appends and that belong
+        to no token.
         """
         self.torch_attention_heads, self.torch_attention_origins = heads, origins
         self.appended_keys = appended_keys

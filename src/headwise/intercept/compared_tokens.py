@@ -21,8 +21,8 @@ class LinearMapCall:
 
 
 class NumberedTokens(NamedTuple):
-    """Number of the token that each element of one tensor belongs to, counted in the result of the last linear map
-    before it.
+    """For each element of one tensor, the number of the token that it belongs to. Tokens are numbered in the result of
+    the last linear map from which the tensor was computed.
 
     Attributes:
         numbers: number of the token of each element; 0 where it has none, or it is unknown.
@@ -33,8 +33,9 @@ class NumberedTokens(NamedTuple):
     linear_map: LinearMapCall
 
     def differ_from(self, others: "NumberedTokens") -> bool:
-        """Return True if, at some place, this object and `others` are known to have tokens with different numbers.
-        Return False if the results of the two linear maps have different axes, so that numbers cannot be compared.
+        """Return True if, at some index, the elements of this object and of `others` are known to belong to tokens with
+        different numbers. Each object numbers the tokens in the result of a linear map. Return False if these two
+        results have different axes, so that the numbers cannot be compared.
         """
         one, other = self.numbers, others.numbers
         if self.linear_map.shape != others.linear_map.shape or one.shape != other.shape:
@@ -66,9 +67,7 @@ class ComparedTokens(NamedTuple):
 
     @property
     def differ(self) -> bool:
-        """True if, for some index i, query i and key i are known to belong to different tokens, or key i and value i
-        are.
-        """
+        """True if, for some index i, query i and key i, or key i and value i, are known to have different tokens."""
         return self.queries.differ_from(self.keys) or self._values_differ
 
     @property
@@ -90,8 +89,8 @@ class ComparedTokens(NamedTuple):
         return first if is_known and torch.equal(queries, own) and not self._values_differ else None
 
     def has_queries_of(self, other: "ComparedTokens") -> bool:
-        """Return True if this attention call and `other` have some queries in common: the same tokens in the result of
-        the same call of the query projection.
+        """Return True if this attention call and `other` have some queries in common: queries that the same call of the
+        query projection computed for the same tokens.
         """
         queries, others = self.queries.numbers, other.queries.numbers
         if self.queries.linear_map is not other.queries.linear_map:

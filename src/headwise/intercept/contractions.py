@@ -120,9 +120,9 @@ def _einsum(equation: Any, *arguments: Any) -> Contraction | None:
 
 
 def _expanded(term: str, ndim: int, shape: Sequence[int] | None = None) -> tuple[Label | None, ...]:
-    """Return the labels of the axes in one term of an einsum equation. Letters are labels; an ellipsis is replaced by
-    one number for each of its axes: ..., -2, -1. The label is None for an axis of the ellipsis that has size 1 in
-    `shape`, since it is broadcast.
+    """Return the labels of the axes in one term of an einsum equation. A letter is a label. An ellipsis stands for
+    several axes, whose labels are the numbers ..., -2, -1. If such an axis has size 1 in `shape`, its label is None,
+    since it is broadcast.
     """
     before, dots, after = term.partition("...")
     count = ndim - len(before) - len(after) if dots else 0

@@ -52,8 +52,9 @@ def ids_by_document(
 
 
 def _starts_of_contiguous(facts: MaskFacts, counted: Bool[Tensor, "#batch queries"]) -> Bool[Tensor, "#batch queries"]:
-    """Return True at the first query row of each contiguous document (packed with others in one sequence). No row
-    before it sees its key or a later one; neither it nor any row after it sees an earlier key.
+    """Return True at each query row that starts a contiguous document (packed with others in one sequence). Row i
+    starts one if no row before it sees key i or a later key, and neither row i nor any later row sees a key before key
+    i.
 
     Args:
         facts: facts about the mask of a call with as many queries as keys.

@@ -55,9 +55,9 @@ WEIGHTS_USED_TWICE = "weights of these modules are multiplied with several tenso
 
 
 def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool = False) -> None:
-    """Record the `result` of a softmax as possible attention weights. Later functions of the model are then followed
-    until it multiplies them with values. A softmax is ignored if its scores are not known to be a product of two
-    activations and its module is not called attention.
+    """Record the `result` of a softmax as possible attention weights. The weights are then followed through later
+    functions until the model multiplies them with values. A softmax is ignored if its scores are not known to be a
+    product of two activations and its module is not called attention.
 
     Args:
         scores: argument of the softmax.
@@ -99,8 +99,8 @@ def on_function(call: FunctionCall, result: Any) -> Any:
 
 
 def on_module_end(module_call: ModuleCall) -> None:
-    """Handle the end of a module call. If the module computed a softmax that looks like attention, but did not multiply
-    it with values, its attention cannot be read. Report this to the interceptors.
+    """At the end of a module call, report attention that cannot be read to the interceptors. That is the case if the
+    module computed a softmax that looks like attention, but did not multiply its result with values.
     """
     for softmax in [each for each in call_stack.attention.softmaxes if each.module_calls[-1] is module_call]:
         call_stack.attention.softmaxes.remove(softmax)
@@ -138,9 +138,9 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
 
 
 def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> None:
-    """Record that so many `elements` of a softmax result were multiplied with values, which gave `output`. If there are
-    several such products, and one of them uses only a part of the elements, exclude all their outputs from the results.
-    Each part may be another head, or other rows or keys.
+    """Record that `output` is a product of values with attention weights, which consist of this number of `elements` of
+    a softmax result. If the result has several such products, and one of them uses only a part of its elements, exclude
+    all their outputs from the results. Each part may be another head, or other rows or keys.
     """
     softmax.outputs.append((elements, output))
     if len(softmax.outputs) > 1 and any(count != softmax.elements for count, _ in softmax.outputs):
@@ -189,8 +189,9 @@ class _Product(AttentionSource):
 
     @property
     def weight_axes(self) -> list[int | None]:
-        """For each axis of the output, the axis of the attention weights that it corresponds to, or None. The output's
-        axis of values is left out, since weights have no such axis.
+        """List with one element for each axis of the attention output except the axis of values, which the attention
+        weights do not have. The element is the number of the corresponding axis of the weights, or None if there is
+        none.
         """
         return self.order
 
@@ -272,8 +273,9 @@ class _Product(AttentionSource):
     def _values_of_keys(
         self, layout: HeadLayout, width: int | None = None
     ) -> Float[Tensor, "batch heads keys features"] | None:
-        """Return the values of all keys, or the first `width` features of these values. Later calls recognise cached
-        keys by them. Return None if the keys or the queries are spread over several axes.
+        """Return the values of all keys, or the first `width` features of these values. They are used in place of the
+        keys to recognise cached keys in later calls. Return None if the keys or the queries are spread over several
+        axes.
 
         Args:
             layout: roles of the axes.

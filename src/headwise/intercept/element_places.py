@@ -59,8 +59,8 @@ def written_by(call: FunctionCall, result: Any) -> Any:
 
 
 def keeps_places(call: FunctionCall, argument: Tensor, number: int | None, axis: int) -> bool:
-    """Return True if the function keeps elements at their index along `axis`. Each element of its result then depends
-    only on elements of its `argument` with the same index. Return False if this is unknown.
+    """Return True if a function call keeps elements at their index along `axis`: each element of its result depends
+    only on elements of its `argument` with the same index. Return False if this is not so, or unknown.
 
     Args:
         call: the call.

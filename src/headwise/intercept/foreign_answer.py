@@ -20,9 +20,9 @@ OTHER_OUTPUT = (
 def is_attention(
     read_problem: Callable[[], Problem], compute: Callable[[], Answer], compute_without_dropout: Callable[[], Answer]
 ) -> bool:
-    """Return True if the function by which another library replaces torch's attention computes softmax attention. Its
-    output is compared, up to rounding, with the attention of the same queries, keys and values. If they differ, report
-    the running modules as unreadable.
+    """Return True if the function by which another library replaces torch's attention computes softmax attention. The
+    output of the function is compared, up to rounding, with softmax attention of the same queries, keys and values. If
+    they differ, report the running modules as unreadable.
 
     Args:
         read_problem: function that states the call as a `Problem`.

@@ -53,7 +53,7 @@ def is_causal_bias(mask: Any) -> bool:
 
 
 def call_replaced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch that has been replaced under its public name, and return its result.
+    """Call `function`, a function of torch whose public name now refers to a replacement, and return its result.
 
     Torch computes a call of SDPA with a mask of the class `CausalBias` by a method of this class, but only if the
     function under the name of SDPA is its own. So the method is called directly.

@@ -70,9 +70,9 @@ class HeadLayout:
         return tensor.reshape([sizes[axis] for axis in order]).permute(inverse).reshape(shape)
 
     def _split(self, width: int) -> tuple[list[int], list[int], tuple[list[int], list[int], list[int]]]:
-        """Split the axes that contain heads together with something else into separate axes. Return the sizes of the
-        resulting axes, and their order by role: sequences, heads, queries, values. Also return which axes are
-        sequences, which are heads and which are queries. `width` is the size of the axis of values.
+        """Split each axis that contains heads together with other elements, so that heads have axes of their own.
+        Return the sizes of the resulting axes, their order by role (sequences, heads, queries, values), and lists of
+        the axes of sequences, heads and queries. `width` is the size of the axis of values.
         """
         sizes: list[int] = []
         batch: list[int] = []
@@ -100,9 +100,9 @@ class HeadLayout:
 def merged_layout(
     axes: Axes, features: Collection[int], shape: torch.Size, value_axis: int, query_axes: tuple[int, ...]
 ) -> HeadLayout | None:
-    """Return which axes of an attention output are the heads, from a tensor that the output was reshaped to. The axes
-    `features` of this tensor contain the values, and usually the heads. Return None if they do not contain all values
-    of whole heads.
+    """Return which axes of an attention output are the heads. They follow from a tensor that the output was reshaped
+    to: its axes `features` contain the values, and usually the heads. Return None if these axes do not contain all
+    values of whole heads.
 
     Args:
         axes: axes of the tensor that the output has become.
@@ -131,8 +131,8 @@ def merged_layout(
 
 
 def _are_mixed(axes: Axes, features: Collection[int], query_axes: tuple[int, ...]) -> bool:
-    """Return True if some axis of a tensor, other than the `features`, contains queries together with something else.
-    That may be heads that were not merged with the features.
+    """Return True if some axis of a tensor, other than the axes `features`, contains queries together with something
+    else. The latter may be heads that the model did not merge with the features.
     """
     origins = [{factor.axis for factor in axes[axis]} for axis in range(len(axes)) if axis not in features]
     return any(origin.intersection(query_axes) and len(origin) > 1 for origin in origins)

@@ -108,8 +108,8 @@ class HFCall:
 
     @property
     def score_options(self) -> dict[str, Any]:
-        """Scale, softcap, sinks and dropout of the call, as arguments of `headwise.attend`. They are valid for the
-        implementations "sdpa" and "eager".
+        """Scale, softcap, sinks and dropout of the call, as arguments of `headwise.attend`. They apply only to the
+        attention implementations "sdpa" and "eager".
         """
         return {
             "scale": self.options.get("scaling"),
@@ -310,9 +310,9 @@ def _intercepted_call(call: HFCall) -> Any:
 
 
 def _as_added(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
-    """Return the mask of a call in the form in which the attention function adds it to the scores. If there is a
-    position bias, and a boolean mask hides all keys of some row, `transformers` adds the mask as large negative
-    numbers. In all other cases, return the mask unchanged.
+    """Return the mask of a call in the form in which `transformers` adds it to the scores. A boolean mask becomes an
+    additive one with large negative numbers if there is a position bias and the mask hides all keys of some query row.
+    In all other cases, return the mask unchanged.
     """
     if mask is None or position_bias is None or mask.is_floating_point() or bool(mask.any(-1).all()):
         return mask

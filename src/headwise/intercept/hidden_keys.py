@@ -22,7 +22,7 @@ def shaped_as_padding(arguments: Iterable[Mapping[str, Any]], batch: int, keys: 
 
 
 def without_unselected(facts: MaskFacts, received: ReceivedMask, arguments: Iterable[Tensor], batch: int) -> MaskFacts:
-    """Return the facts about a mask (which keys are seen, and more) with a change for keys that the mask hides from all
+    """Return `facts` about a mask (such as which keys are seen), changed for keys that the mask hides from all query
     rows. Such a key stays hidden only if it is padding; otherwise it counts as seen.
 
     The hidden keys are padding if the rest of the mask follows from positions: each row sees an interval of the other
@@ -86,8 +86,8 @@ def _increases(keys: Int[Tensor, "#batch heads rows"], counted: Bool[Tensor, "#b
 def _marked_as_padding(
     hidden: Bool[Tensor, "batch keys"], arguments: Iterable[Tensor]
 ) -> Bool[Tensor, "batch keys"] | None:
-    """Return True at the keys that a padding mask marks as padding. `arguments` may contain such masks; the first one
-    whose marked keys are all in `hidden` is used. Return None if there is none.
+    """Return True at the keys that a padding mask marks as padding. Of the tensors in `arguments`, the first one that
+    can be such a mask is used: all keys that it marks must be in `hidden`. Return None if there is no such tensor.
     """
     for value in arguments:
         if not bool(((value == 0) | (value == 1) | (value <= -HIDING_DIFFERENCE)).all()):

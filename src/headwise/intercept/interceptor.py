@@ -66,9 +66,9 @@ class InputSources(NamedTuple):
 
     @property
     def has_new_keys(self) -> bool:
-        """True if it is known that no key is cached, since the running call of the model has computed all of them. That
-        is so if keys and queries are projections of equally many tokens. The keys may still be projected from cached
-        latents.
+        """True if it is known that the running call of the model has computed all keys of the attention call, so that
+        none is cached. That is so if keys and queries are projections of equally many tokens. The keys may still be
+        projected from cached latents.
         """
         tokens = self.tokens
         if self.is_recurrent or tokens is None or tokens.queries.linear_map.shape != tokens.keys.linear_map.shape:

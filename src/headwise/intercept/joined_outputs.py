@@ -19,8 +19,8 @@ from headwise.intercept.score_products import CONCATENATIONS
 
 def refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutput]]) -> None:
     """Exclude attention outputs from the results if a function call adds them to each other, or selects elements from
-    several of them, before the output projection. Then no head has columns of the projection for itself. The same holds
-    for parts of one output.
+    several of them, before the output projection. Their heads then share columns of the projection, so that no head can
+    be observed alone. The same rule applies to parts of one output.
 
     Args:
         call: the call.
@@ -46,10 +46,10 @@ def refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutpu
 
 
 def refuse_concatenated_heads(call: FunctionCall) -> None:
-    """Exclude attention outputs from the results if a function call concatenates them as features, and they may be
-    single heads or groups of heads. They may be if they are parts of one output, or outputs of several calls of one
-    module. Also exclude an output that was already reported if parts of it are concatenated along its heads, since
-    their order may change.
+    """Exclude attention outputs from the results if a function call concatenates them as features and each may be a
+    single head or a group of heads. That may be so if they are parts of one output, or outputs of several attention
+    calls in one module call. Also exclude an output that was already reported if parts of it are concatenated along its
+    heads, since the order of the heads may then change.
     """
     outputs: list[AttentionOutput] = []
     reported: list[tuple[AttentionOutput, bool]] = []

@@ -24,8 +24,8 @@ from headwise.intercept.token_numbers import TokenNumbers
 
 
 class Lineage:
-    """Record of the sources of each tensor in a running model, that is the tensors on which it depends. They show
-    whether attention is self- or cross-attention. The record is for one thread.
+    """Record of the sources of each tensor in a running model: the tensors on which it depends. The sources of queries
+    and keys show whether attention is self- or cross-attention. The record is for one thread.
 
     Attributes:
         given: sources that are arguments of the outermost running module.
@@ -50,8 +50,8 @@ class Lineage:
 
     def restart(self, given: Iterable[Any] = ()) -> None:
         """Start the record of a new model call: discard all tensors and sources. The tensors in `given`, the arguments
-        of that call, become the first sources. For tensors of the previous call, only the weights that computed them
-        are still known.
+        of that call, become the first sources. Of tensors from the previous call, it is only kept which weights
+        computed them.
         """
         self._origins_before = self._origins or self._origins_before
         self._origins = TensorMap()
@@ -69,8 +69,8 @@ class Lineage:
 
     def record(self, call: FunctionCall, result: Any, module_calls: Sequence[ModuleCall]) -> None:
         """Record the origin (sources) of the `result` of a function call. By default these are the sources of all
-        arguments together. Linear maps, products and concatenations have rules of their own, except for concatenations
-        of features of the same tokens.
+        arguments together. Linear maps, products and concatenations have other rules. A concatenation of features of
+        the same tokens follows the default.
 
         Args:
             call: the call.
@@ -99,10 +99,9 @@ class Lineage:
             self.set(base, union_of((self.origin(base, module_calls), origin)))
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[ModuleCall]) -> None:
-        """Record the origin (sources) of a module's `output` if it is unknown, since the module computed it by
-        functions outside of torch. The sources are those of all `arguments`, and the module counts as a linear map. If
-        the arguments have different sources, the module itself is another source. `module_calls` ends with the call of
-        this module.
+        """Record the origin (sources) of a module's `output` if it is unknown, as when a library other than torch
+        computed it. The sources are those of all `arguments`, and the module counts as a linear map. If the arguments
+        have different sources, the module itself is another source. `module_calls` ends with the call of this module.
         """
         unknown = [tensor for tensor in tensors_among((output,)) if self._origins.get(tensor) is None]
         if not unknown:
@@ -148,8 +147,8 @@ class Lineage:
         self.set(out, self.product(origins.q, origins.v))
 
     def linear(self, source: Origin, weight: Origin, offset: int = 0) -> Origin:
-        """Return the origin (sources) of the result of a linear map: the sources of its input, with the name of its
-        weight.
+        """Return the origin (sources) of the result of a linear map: the sources of the map's input, with the name of
+        the map's weight.
 
         Args:
             source: origin of its input.
@@ -177,8 +176,8 @@ class Lineage:
         return sources & ~self.state or sources
 
     def _of_result(self, function: Any, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of the result of a call of `function` with `tensors`, whose origins are
-        `origins`, by the rule for this function.
+        """Return the origin (sources) of the result of a call of `function`, by the rule for this function. `tensors`
+        are the arguments of the call, and `origins` their origins.
         """
         if not tensors:
             return self._of_constant(tensors, origins)
@@ -234,18 +233,20 @@ class Lineage:
         return result
 
     def _placed(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of the first of `tensors` after the others were written into it. Integer tensors
-        among the others do not count, as they are indices of the places, unless the first one has the same dtype.
+        """Return the origin (sources) of the first of `tensors` after the other tensors were written into it. Integer
+        tensors among the others do not count, since they state the indices to write to, unless the first tensor has the
+        same dtype.
         """
         is_content = [tensor.is_floating_point() or tensor.dtype == tensors[0].dtype for tensor in tensors]
         origin = union_of(origin for origin, counts in zip(origins, is_content, strict=True) if counts)
         return origin._replace(joined=origin.joined | self.placed)
 
     def _concatenated(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of concatenated tensors. If they have different sources, the concatenation is
-        itself a further source, the same one whenever the same contents are concatenated in the same order. Tensors
-        from outside of the model call that may be cached do not count as different. They may be cached unless other
-        weights computed them in the previous call. Empty tensors have no sources.
+        """Return the origin (sources) of concatenated tensors; empty tensors have none. If the tensors have different
+        sources, the concatenation is itself a further source, the same one whenever the same contents are concatenated
+        in the same order. Sources that may be cached tensors from outside of the model call are not compared. Such a
+        tensor may be cached unless the previous call of the model computed it by weights that compute none of the
+        concatenated tensors.
         """
         origins = [origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()]
         union, maps = union_of(origins), {frozenset[Hashable](), *(origin.maps for origin in origins)}

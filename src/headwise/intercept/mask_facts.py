@@ -57,10 +57,10 @@ class MaskFacts:
         return MaskFacts(sees_any, is_seen, first_visible, last_visible, sees_own, hides_by_distance)
 
     def own_key_of_first_row(self) -> tuple[int | None, bool]:
-        """Return the index of the key that belongs to the token of the first query row, in self-attention. It is the
-        largest value of `last visible key - row` over all rows; None if that differs between sequences, or if no row
-        sees a key. Also return True if this is certain: several rows have the value, as under a causal mask, or there
-        is only one row.
+        """In self-attention, return the index of the key that belongs to the token of the first query row: the largest
+        value of `last visible key - row` over all rows. The index is None if this value differs between sequences, or
+        if no row sees a key. The second result is True if the index is certain: several rows have the largest value, as
+        under a causal mask, or there is only one row.
 
         Rows with a smaller difference are padding.
         """

@@ -137,9 +137,9 @@ def _push(module_call: ModuleCall) -> None:
 
 
 def _pop(output: Any) -> Any:
-    """Remove the innermost module call from this thread's stack, after it returned `output`. Report the attention in it
-    to the interceptors, or that this cannot be read. If interceptors change attention outputs in `output`, return the
-    changed output; otherwise None. If the stack is then empty, stop intercepting torch's functions.
+    """Remove the innermost module call from this thread's stack, after it returned `output`. Report its attention calls
+    to the interceptors, or that its attention cannot be read. If interceptors change attention outputs in `output`,
+    return the changed output; otherwise None. If the stack is then empty, stop intercepting torch's functions.
     """
     module_call = call_stack.module_calls.pop()
     with call_stack.paused():

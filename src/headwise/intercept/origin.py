@@ -12,8 +12,8 @@ from headwise.intercept.compared_tokens import ComparedTokens
 
 
 class Origin(NamedTuple):
-    """Sources of one tensor: the tensors on which it depends. Those before its last linear map, such as the query
-    projection, are stored apart from those that came after the map.
+    """Sources of one tensor: the tensors on which it depends. Sources of the input of the tensor's last linear map,
+    such as the query projection, are stored apart from sources that were added after this map.
 
     Attributes:
         projected: sources of the input of the last linear map; 0 if there was none.

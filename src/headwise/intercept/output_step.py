@@ -103,8 +103,9 @@ class OutputStep:
             yield tensor, FollowedOutput(output, axes, rearranged, keeps_factors, call.function in ASSIGNMENT)
 
     def _keeps_factors(self, arguments: Arguments) -> bool:
-        """Return True if scaling the attention output scales the result by the same factor. Outputs of the same layer
-        among the `arguments` are scaled together. Return True without a test if no interceptor may change the output.
+        """Return True if scaling the attention output by a factor scales the result of this function call by the same
+        factor. Outputs of the same layer among the `arguments` are scaled together. Return True without a test if no
+        interceptor may change the output.
         """
         call, output = self.call, self.followed.output
         if not output.may_change or call.function in REARRANGEMENTS | CONCATENATIONS:

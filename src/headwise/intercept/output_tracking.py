@@ -120,8 +120,9 @@ def lose_outputs() -> None:
 
 
 def refuse_multiplied(*tensors: Tensor) -> None:
-    """Exclude from the results those attention outputs that are now inputs of another attention call. They are only a
-    factor of other weights or scores. Outputs whose heads are already established stay.
+    """Exclude from the results those attention outputs that are among `tensors`, the inputs of another attention call.
+    Such an output is only a factor in the computation of that call, not the final output of a head. Outputs whose heads
+    are already established are not excluded.
     """
     for tensor in tensors:
         for followed in call_stack.attention.outputs.get(tensor) or ():
@@ -233,9 +234,9 @@ def _changed_leaf(tensor: Tensor, is_last: bool) -> Tensor:
 
 
 def _establish(followed: FollowedOutput, features: list[int]) -> None:
-    """Set the layout of the heads of an attention output. The model shows it by a function that uses the axes
-    `features` of a tensor as features of all heads. If the layout is contradictory or unknown, exclude the attention
-    call from the results.
+    """Set the layout of the heads of an attention output, since the model has just used the axes `features` of a tensor
+    as the features of all heads. `followed` states how this tensor was computed from the output. If the layout is
+    contradictory or unknown, exclude the attention call from the results.
     """
     output, layout = followed.output, layout_of(followed, features)
     if output.may_change and not followed.is_linear:

@@ -151,8 +151,9 @@ def is_multiplied(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) 
 
 
 def sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
-    """Return True if a function call sums a tensor over an axis that joins several tensors, as after `torch.stack`, and
-    that the attention output itself does not have. The values of each head must be kept.
+    """Return True if a function call sums a tensor over an axis along which several tensors were joined, as by
+    `torch.stack`, and keeps the axis of the values. The attention output from which the tensor was computed does not
+    have the joining axis itself.
     """
     if call.function in SUMS:
         dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis"))
@@ -208,9 +209,9 @@ def axes_after_function(
 def _in_place(
     call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Tensor, axes: Axes, number: int | None
 ) -> Axes:
-    """Return the `axes` of the `result` of a function that may move or mix elements. Axes along which it moves or mixes
-    elements are marked as unrelated to the attention output. Axes of queries are kept, since the output projection is
-    the same for all queries.
+    """Return the `axes` of the `result` of a function that may move or mix elements. An axis along which it does so is
+    marked as unrelated to the attention output. Axes of queries are never marked, since the output projection is the
+    same for all queries.
 
     Args:
         call: call of the function.
@@ -247,7 +248,7 @@ def concatenates(call: FunctionCall, tensor: Tensor, followed: FollowedOutput, a
 
 def _axis_of(call: FunctionCall, axes: int) -> int:
     """Return the axis along which a function call concatenates or stacks tensors, as a number from 0. `axes` is the
-    number of axes.
+    number of axes of its result.
     """
     dim: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
     return dim % axes

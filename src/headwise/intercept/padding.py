@@ -30,8 +30,9 @@ class RealTokens(NamedTuple):
 
 
 def real_by_mask(facts: MaskFacts, first: int, queries: int, batch: int) -> RealTokens:
-    """Return which tokens of a self-attention call are not padding, derived from its mask. A token is padding if no
-    query row sees the token's key. The token's query row is also excluded if it sees no key.
+    """Return which queries and keys of a self-attention call belong to tokens that are not padding, derived from its
+    mask. A token is padding if no query row sees the token's key. A query also counts as padding if its row sees no
+    key.
 
     If no row sees its own key, as in strictly causal masks, only rows that see no key are padding.
 
@@ -50,8 +51,8 @@ def real_by_mask(facts: MaskFacts, first: int, queries: int, batch: int) -> Real
 
 def real_by_causal_mask(facts: MaskFacts, queries: int, batch: int) -> RealTokens:
     """Return which query rows of a self-attention call are not padding, if the first keys may not be tokens. Under a
-    causal mask, the last key that a row sees is its own key. A row is padding if no row sees its own key. If a mask
-    that is not causal hides keys from all rows, the result is marked as unknown.
+    causal mask, the last key that a row sees is the key of the row's own token. A row is padding if no row sees the key
+    of its token. If a mask that is not causal hides keys from all rows, the result is marked as unknown.
 
     Args:
         facts: facts about the mask.
@@ -92,9 +93,9 @@ def argument_of_keys(argument: Tensor, dropped: int, first: int, queries: int) -
 def meanings_of_argument(
     argument: Tensor, received: ReceivedMask, real: RealTokens, first: int
 ) -> list[Bool[Tensor, "batch length"]]:
-    """Return the possible meanings of a module's padding mask `argument`: in it, True may mark tokens or padding. Each
-    returned mask is True at tokens. A meaning is possible if, under the mask of the attention call, no token sees the
-    key of padding. If both are possible, only those that leave query tokens in every sequence are returned.
+    """Return a module's padding mask `argument` in its possible meanings, as masks that are True at tokens: in the
+    argument, True may mark tokens or padding. A meaning is possible if, under the mask of the attention call, no token
+    sees the key of padding. If both are possible, only those that leave query tokens in every sequence are returned.
 
     Args:
         argument: the padding mask `(batch, length)` of the tokens of the first keys.

@@ -18,8 +18,8 @@ FIRST_UNKNOWN = (
 
 
 def lacks_first_token(call: Call, facts: MaskFacts | None) -> bool:
-    """Return True if the first key of an attention call may be a learned key in front of the tokens. It then belongs to
-    no known token, while other keys do, and is visible to some query.
+    """Return True if the first key of an attention call may be a learned key in front of the tokens. That is so if this
+    key is visible to some query and belongs to no known token, while other keys do.
 
     Args:
         call: the call.
@@ -34,9 +34,9 @@ def lacks_first_token(call: Call, facts: MaskFacts | None) -> bool:
 def own_key_of_first_query(
     call: Call, received: ReceivedMask | None, facts: MaskFacts | None, memory: SiteMemory | None
 ) -> tuple[int | None, Continuation | None]:
-    """Locate the queries of a self-attention call among its keys. Return the index of the key that belongs to the first
-    query's token, and the earlier sequences that the call continues. The index is None if it is not certain; the keys
-    of the following queries come next to it. The second result is None if the call starts new sequences.
+    """Locate the queries of a self-attention call among its keys. The first result is the index of the key that belongs
+    to the first query's token; the following queries belong to the keys after it. It is None if the index is not
+    certain. The second result is the earlier sequences that the call continues, or None if it starts new ones.
 
     With cached keys, the index follows from the mask: the last key that a causal row sees is its own. Without such a
     mask the last key belongs to the last query. It is established if the keys in front of it are those of an earlier
@@ -99,8 +99,9 @@ def _is_confirmed(
     arguments: Iterable[Mapping[str, Any]], first: int, queries: int, keys: int, layer: int | None
 ) -> bool:
     """Return True if an argument of the running modules confirms that the first query is token number `first` of its
-    sequence. The argument may be a cache with the right length, or a tensor of the queries' positions. A cache that
-    drops old keys confirms it if the last query belongs to the last key.
+    sequence. A tensor of the queries' positions confirms it, and so does a cache whose number of tokens is
+    `first + queries`. A cache that has dropped old keys may have counted more tokens, if the last query belongs to the
+    last key.
     """
     for value in (value for module_arguments in arguments for value in module_arguments.values()):
         length_of = getattr(value, "get_seq_length", None)

@@ -81,8 +81,8 @@ class ReceivedMask(NamedTuple):
 
 
 class MaskSource(NamedTuple):
-    """Function that reads the mask of an attention call when it is needed, and the tensors and options that determine
-    the mask. Calls for which these are the same have the same mask.
+    """Function that reads the mask of an attention call when the mask is needed, and the tensors and options that
+    determine the mask. Calls with the same tensors and options have the same mask.
 
     Attributes:
         read: function that returns the mask; None if the mask is not known.

@@ -134,8 +134,8 @@ class Replay:
 
     @property
     def sites_by_start(self) -> list[str]:
-        """Paths of the attention modules of the recorded run, the one in which attention began last first. If no
-        recorded module call ended between the starts of several of them, only one of these is listed.
+        """Paths of the attention modules of the recorded run, in the reverse order in which their attention began. If
+        no recorded module call ended between the starts of several modules, only one of these is listed.
         """
         site_of_start = {start: path for path, start in self._attention_start.items()}
         return [site_of_start[start] for start in sorted(site_of_start, reverse=True)]

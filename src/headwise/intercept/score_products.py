@@ -100,8 +100,8 @@ def may_be_masked(scores: Tensor) -> bool:
 
 
 def compares_activations(scores: Tensor, dim: int) -> bool:
-    """Return True if `scores` come from a product of two activations, and their axis `dim` is an axis of only one of
-    the two. The axis of keys in attention scores is such an axis.
+    """Return True if `scores` come from a product of two activations, and only one of these two has the axis `dim` of
+    the scores. The axis of keys in attention scores is such an axis.
     """
     followed: _Scores | None = call_stack.attention.scores.get(scores)
     return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared
@@ -124,8 +124,8 @@ def tokens_of_scores(scores: Tensor, dim: int) -> ComparedTokens | None:
 
 def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
     """Return the tensors in the `result` of a function call that were computed from `before`, a tensor recorded as
-    attention `scores`. Each comes with its axes, written as parts of the axes of the original product. A linear map
-    over queries or keys returns none, since its result is not scores.
+    attention `scores`. Each comes with its axes, written as parts of the axes of the original product. Return an empty
+    list for a linear map over queries or keys, since its result is not scores.
     """
     if call.function in PRODUCTS:  # with a parameter
         contraction = contraction_of(call.function, call.args, call.kwargs)

@@ -109,8 +109,9 @@ class _SDPACall(AttentionSource):
 
     @property
     def weight_axes(self) -> list[int | None]:
-        """For each axis of the output, the axis of the attention weights that it corresponds to. In SDPA it is the same
-        axis. The output's axis of values is left out, since weights have no such axis.
+        """List with one element for each axis of the attention output except the axis of values, which the attention
+        weights do not have. The element is the number of the corresponding axis of the weights: in SDPA, the same
+        number.
         """
         return list(range(len(self.shape) - 1))
 
@@ -178,8 +179,8 @@ class _SDPACall(AttentionSource):
         return self.problems[layout]
 
     def _keys_and_values(self, layout: HeadLayout) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values, each with axes `(batch, kv_heads, keys, ...)`. Heads share keys and values
-        under the option `enable_gqa`, or if the layout merges them with the queries.
+        """Return the keys and the values, each with axes `(batch, kv_heads, keys, ...)`. Several heads share them under
+        the option `enable_gqa`, or if one axis contains both heads and queries.
         """
         if layout.is_usual and self.options.get("enable_gqa"):
             return self.key, self.value

@@ -55,7 +55,9 @@ def stated_positions(grid: Grid) -> Int[Tensor, "#batch queries"]:
 
 
 def _ranks(groups: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"]:
-    """Return, for each row, the number of earlier rows in the same sequence that have the same number in `groups`."""
+    """Return, for each row, the number of earlier rows of the same sequence whose number in `groups` is equal to the
+    row's own.
+    """
     order = groups.argsort(dim=1, stable=True)
     in_order = groups.gather(1, order)
     numbers = torch.arange(groups.shape[1], device=groups.device).expand_as(groups)

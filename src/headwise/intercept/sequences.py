@@ -37,8 +37,8 @@ class History:
     has_documents: bool = False
 
     def cropped(self, length: int, order: Int[Tensor, " batch"] | None) -> "History":
-        """Return this record cut to the first `length` tokens of each sequence. If `order` is passed, also reorder the
-        batch: sequence `order[b]` moves to index b.
+        """Return a copy of this `History` with only the first `length` tokens of each sequence. If `order` is passed,
+        also reorder the batch: sequence `order[b]` moves to index b.
         """
         token_ids, is_real = (
             tensor if tensor is None else (tensor if order is None else tensor[order])[:, :length]
@@ -49,8 +49,8 @@ class History:
     def extended(
         self, count: int, token_ids: Int[Tensor, "batch count"] | None, is_real: Bool[Tensor, "batch count"] | None
     ) -> "History":
-        """Return this record with `count` more tokens at the end of each sequence. The ids of all tokens become unknown
-        (None) if those of the earlier or of the new tokens are.
+        """Return a copy of this `History` with `count` more tokens at the end of each sequence. The ids of all tokens
+        become unknown (None) if the ids of the earlier or of the new tokens are unknown.
         """
         ids = None
         if token_ids is not None and (self.token_ids is not None or not self.length):
@@ -107,8 +107,8 @@ class SiteMemory:
 
     @staticmethod
     def of(grid: Grid, keys: Keys | None, history: History, dropped: int = 0, given: int = 0) -> "SiteMemory":
-        """Return a record of an attention call whose queries are the last tokens of `history`. A later call that
-        continues its sequences is recognised by this record.
+        """Return a record of an attention call whose queries are the last tokens of `history`. By this record, a later
+        call that continues the same sequences is recognised.
         """
         filled = history.length - dropped
         fingerprint = None if keys is None else fingerprint_of(keys, filled)
@@ -117,16 +117,16 @@ class SiteMemory:
 
     @staticmethod
     def without_positions(grid: Grid, keys: Keys | None, is_newest: Bool[Tensor, "batch keys"] | None) -> "SiteMemory":
-        """Return a record of an attention call for which it is unknown which keys belong to its queries. A later call
-        that continues its sequences is recognised by this record.
+        """Return a record of an attention call for which it is unknown which keys belong to its queries. By this
+        record, a later call that continues the same sequences is recognised.
         """
         fingerprint = None if keys is None else fingerprint_of(keys, grid.keys)
         return SiteMemory(History(grid.keys, None, None), 0, grid.batch, fingerprint, is_newest=is_newest)
 
     def continuation(self, batch: int, cached: int, keys: Keys | None) -> Continuation | None:
-        """Return the sequences that a new attention call continues. It continues the remembered call if its first
-        `cached` keys are that call's keys: either from the first key on, or the last ones if a cache drops old keys.
-        Return None if they are not.
+        """Return the sequences that a new attention call continues. It continues those of the remembered call, the
+        latest one at this site, if its first `cached` keys are keys of the remembered call: either from the first key
+        on, or the last ones if a cache drops old keys. Return None if they are not.
 
         Sequences may have other places in the batch than in the remembered call, as in beam search.
 
@@ -152,8 +152,9 @@ class SiteMemory:
         return None
 
     def starts_again(self, cached: int, keys: Keys | None) -> bool:
-        """Return True if an attention call starts new sequences after the same cached prefix, such as learned keys. Its
-        first `cached` keys are then those that were cached before the remembered sequences began.
+        """Return True if an attention call starts new sequences, but after the same cached prefix (such as learned
+        keys) as the remembered call, the latest one at this site. The first `cached` keys of the new call are then
+        those that were cached before the sequences of the remembered call began.
         """
         if keys is None or self.fingerprint is None or self.dropped or not cached == self.given > 0:
             return False
@@ -161,10 +162,10 @@ class SiteMemory:
         return all(bool((each == remembered).flatten(1).all(1).any()) for each in seen)
 
     def new_keys(self, queries: int, keys: Keys | None) -> Bool[Tensor, "batch keys"] | None:
-        """Return True at the keys of an attention call that the remembered call did not have, if the new call continues
-        the remembered sequences; otherwise None. Cached keys may be at any place. The call continues them if it has at
-        most as many new keys as `queries`, and contains some of the newest remembered keys. If the newest ones are
-        unknown, it must contain all remembered keys.
+        """Return True at the keys of an attention call that the remembered call (the latest one at this site) did not
+        have, if the new call continues its sequences; otherwise None. Cached keys may be at any place. The new call
+        continues the sequences if it has at most as many new keys as `queries`, and contains some of the newest
+        remembered keys. If the newest ones are unknown, it must contain all remembered keys.
         """
         if keys is None or self.fingerprint is None:
             return None

@@ -74,9 +74,9 @@ class QueryParts(threading.local):
         )
 
     def sequences_of(self, call: Call, continues: bool) -> tuple[int, bool]:
-        """Return the index of the first attention call at this site on the same sequences, and True if this call
-        continues it. It does if it has the same keys, and other queries from the same projection. Otherwise, or if its
-        tokens are unknown, return the call's own index and `continues`.
+        """Return two results for an attention call. If it computes another part of the queries of an earlier call at
+        this site (the same keys, and other queries from the same projection), these are the index of the first such
+        call, and True. Otherwise, or if the call's tokens are unknown, they are its own index and `continues`.
 
         Args:
             call: the call.

@@ -39,8 +39,8 @@ class SharedResults:
         return result
 
     def latest_of(self, mask: ReceivedMask | None) -> ReceivedMask | None:
-        """Return the mask that was passed in the previous call, if it equals `mask`; otherwise return `mask`. Results
-        cached for the earlier object are then found again.
+        """Return the mask that was passed when this method was last called, if it equals `mask`; otherwise return
+        `mask`. Results that are cached for the earlier object are then found again.
         """
         if mask is None or self._latest is None or not mask.equals(self._latest):
             self._latest = mask

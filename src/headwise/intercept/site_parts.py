@@ -27,9 +27,8 @@ class SiteParts:
             self._of_self_attention.add(origins.k.maps)
 
     def index(self, cross: bool, origins: CallOrigins | None) -> int:
-        """Return the number of the attention layer that a call belongs to, counted from 0 among the layers of the same
-        kind (self or cross) in the module. A call whose queries and keys are not projected by weights belongs to layer
-        0.
+        """Return the number of the attention layer that a call belongs to. Layers of the same kind (self or cross) in
+        the module are numbered from 0. A call whose queries and keys are not projected by weights belongs to layer 0.
 
         Args:
             cross: True for cross-attention.

@@ -88,8 +88,9 @@ class SiteRecord:
         }
 
     def latest_tallies(self) -> list[Tally]:
-        """Return, for each latest attention call of this site, the sums of statistics over the query rows. Calls that
-        continue each other, as in generation, count as one.
+        """Return the sums of statistics over the query rows of this site's latest attention calls. There are several if
+        the module attends several times in one call of the model. Calls that continue each other, as in generation,
+        count as one.
         """
         return [call.tally for call in self._latest.values()]
 
@@ -344,8 +345,9 @@ class SiteRegistry(Interceptor):
             warnings.warn(f"{reason}: {', '.join(without)}", stacklevel=stacklevel)
 
     def _heads_without_rows(self) -> Iterator[tuple[SiteRecord, str]]:
-        """Yield each site record in which some heads, but not all, have no query that attends to a key, with the
-        numbers of these heads as text. An example is a head whose keys are all hidden by a factor of 0.
+        """Yield each site record in which some heads, but not all, have no query that attends to a key. With it, yield
+        the numbers of these heads as text. An example is a head whose attention weights the model multiplies by 0, so
+        that all its keys count as hidden.
         """
         for record in self.records:
             entropy = record.statistics.get("entropy")

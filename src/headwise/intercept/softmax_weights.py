@@ -146,8 +146,8 @@ def weights_among(call: FunctionCall) -> list[Tensor]:
 
 def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
     """Record the `result` of a function as attention weights, if the function casts, masks, rearranges or applies
-    dropout to its argument `tensor`, which contains attention weights. After any other function, the weights count as
-    used.
+    dropout to its argument `tensor`, which contains attention weights. After any other function, mark the softmax that
+    computed them as used in a way that is not followed.
     """
     weights = weights_of(tensor)
     assert weights is not None

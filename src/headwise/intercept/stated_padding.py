@@ -40,9 +40,9 @@ class StatedPadding:
         self._parts: dict[Hashable, Bool[Tensor, "batch queries"]] = {}
 
     def of_call(self, path: str, grid: Grid, first: int) -> Bool[Tensor, "batch queries"] | None:
-        """Return a mask of the queries of an attention call that is True at tokens and False at padding. It is what the
-        user states for the innermost module around the call; None if nothing is stated. Tokens beyond the statement are
-        generated, so they are not padding.
+        """Return a mask of the queries of an attention call that is True at tokens and False at padding, as the user
+        states it for the innermost module around the call. Return None if nothing is stated. Tokens after the end of
+        the stated mask are generated ones, so they are not padding.
 
         Args:
             path: path of the module of the call.

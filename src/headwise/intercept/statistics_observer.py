@@ -217,8 +217,8 @@ class StatisticsObserver(Interceptor):
 
     def _leave_out_missing(self, record: SiteRecord, tally: Tally) -> None:
         """Remove statistics from a site's results if one call lacks them: the largest logits if the scores are unknown,
-        and further statistics that could not be computed. A maximum or mean over the other calls alone would be a
-        different number. Report the module, unless only the logits before a softcap are missing.
+        and further statistics that could not be computed. A maximum or mean over the remaining calls alone would be a
+        different statistic. Report the module, unless only the logits before a softcap are missing.
         """
         missing = (LARGEST if tally.measured is None else LARGEST & tally.measured) - tally.other_sums.keys()
         if tally.row_sums is not None and missing:

@@ -72,9 +72,9 @@ def stream_of_keys(call: Call, streams: Iterable[Stream]) -> Stream | None:
 def has_unknown_padding(
     call: Call, facts: MaskFacts | None, of_queries: Stream | None, streams: Iterable[Stream]
 ) -> bool:
-    """Return True if it is unknown which queries of a cross-attention call are padding, although some may be. If
-    `of_queries`, the self-attention call over the same tokens, is not None, the result depends on whether its padding
-    is known. Otherwise return True if there are several queries, they depend on inputs of the model, and some mask in
+    """Return True if it is unknown which queries of a cross-attention call are padding, although some may be.
+    `of_queries` is the self-attention call over the same tokens; if it is not None, return True if its padding is
+    unknown. Otherwise return True if there are several queries, they depend on inputs of the model, and some mask in
     this call of the model shows padding.
     """
     if of_queries is not None:

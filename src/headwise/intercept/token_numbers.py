@@ -59,9 +59,9 @@ class TokenNumbers:
         self._counts: dict[tuple[Any, ...], Tensor] = {}
 
     def record(self, call: FunctionCall, result: Any) -> None:
-        """Record the token numbers of the `result` of a function call. A linear map numbers its tokens anew. Any other
-        function passes on the numbers of its first numbered argument, selected and reordered in the same way as the
-        elements.
+        """Record the token numbers of the `result` of a function call. The result of a linear map gets new numbers. For
+        any other function, the numbers of its first numbered argument are selected and reordered as the function does
+        with the elements.
         """
         if call.function in PRODUCTS:
             axis = _axis_of_features(call, result)
@@ -83,7 +83,7 @@ class TokenNumbers:
     def compared(self, query: Tensor, key: Tensor, value: Tensor) -> ComparedTokens | None:
         """Return the token numbers of queries, keys and values, three tensors `(..., length, features)`, for each
         sequence and head. If there are fewer key heads than query heads, return the numbers of the first head. Return
-        None if those of queries or keys are unknown.
+        None if the numbers of queries or keys are unknown.
         """
         q, k, v = (self._numbered.get(tensor) for tensor in (query, key, value))
         if q is None or k is None:
@@ -121,8 +121,8 @@ class TokenNumbers:
 
     def _repeat(self, call: FunctionCall, result: Any, linear_map: LinearMapCall, largest: int) -> None:
         """Record the token numbers of the `result` of a function that selects or reorders elements, by repeating the
-        call with numbers in place of elements. The numbers stay unknown if this fails, or if an argument without
-        numbers has more elements than `largest`, such as cached keys.
+        call with token numbers in place of elements. The numbers stay unknown if this fails, or if an argument without
+        numbers, such as cached keys, has more than `largest` elements.
         """
         name = call.function.__name__
         is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))

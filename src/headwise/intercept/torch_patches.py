@@ -72,8 +72,9 @@ class TorchCalls(TorchFunctionMode):
 
 
 def _recorded(call: FunctionCall, result: Any) -> Any:
-    """Return the `result` of a function call in an intercepted model. If it is attention scores, weights or an
-    attention output, record it so that later functions are followed. Interceptors may change an attention output.
+    """Return the `result` of a function call in an intercepted model. If the result is attention scores, weights or an
+    attention output, record it, so that it is followed through later functions. Interceptors may change an attention
+    output.
     """
     after_function(call, result)
     if call.function in eager_softmax.SOFTMAXES:
@@ -95,9 +96,9 @@ def _torch_attention(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Compute `F.multi_head_attention_forward` inside an intercepted model, and return its result. Attention inside it
-    is intercepted by replacements of SDPA, softmax and others; this function records the sources of its queries, keys
-    and values.
+    """Compute `F.multi_head_attention_forward` inside an intercepted model, and return its result. This function
+    records the sources of the queries, keys and values. The attention inside is intercepted by replacements of SDPA,
+    softmax and other functions.
     """
     lineage, module_calls = call_stack.lineage, call_stack.module_calls
     weight = kwargs["q_proj_weight"] if in_proj_weight is None else in_proj_weight
@@ -175,7 +176,7 @@ def _intercepting(owner: Any, name: str, intercept: Callable[..., Any]) -> Repla
 
 def _replacements_for_sdpa() -> Iterator[Replacement]:
     """Yield the replacements that intercept calls of SDPA and of `headwise.attend`, also when activation checkpointing
-    repeats them. Another one lets copies of modules leave out headwise's hooks.
+    repeats them. A further replacement, of a method of `nn.Module`, leaves headwise's hooks out of copies of modules.
     """
     yield _intercepting(F, "scaled_dot_product_attention", intercepted_sdpa)
     yield Replacement(attend, "interception_hook", answer_intercepted)

@@ -29,7 +29,7 @@ class UncopiedHooks:
 
     @property
     def remedy(self) -> str:
-        """Advice, for error messages, how to remove the hooks."""
+        """Advice, for error messages, on how to remove the hooks."""
         return f"leave the context of {self.context} first"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "UncopiedHooks":

@@ -81,8 +81,8 @@ class _ModelCall:
 
 class WrittenNorms:
     """Matrices from which the statistic `written_norm` (norm of a head's output after the output projection) is
-    computed, for each attention module of a model. The output projection is found by its name. The module's first call
-    confirms that it maps the head outputs.
+    computed, for each attention module of a model. The output projection is found by its name. A call of the found
+    projection must then confirm that it is applied to the head outputs.
 
     Args:
         model: the model.
@@ -165,9 +165,8 @@ class WrittenNorms:
         return path not in self._settled
 
     def on_model_call(self) -> None:
-        """Start a new call of the model. In the previous one in this thread, some attention modules may have attended
-        although their output projection did not run afterwards. Remove `written_norm` from the results of these
-        modules.
+        """Start a new call of the model. Remove `written_norm` from the results of modules that attended in the
+        previous call in this thread, but whose output projection did not run afterwards and was never confirmed.
         """
         self._end(threading.get_ident())
 
@@ -186,8 +185,8 @@ class WrittenNorms:
 
     def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
         """Record the parameters of a linear map that the model applies to the head outputs of the module at `path`. If
-        only training mode is observed, they show whether the projection found by its name is the right one. If none was
-        found, they show that there is a projection nevertheless.
+        the model runs in training mode only, they show whether the projection found by its name is the right one. If no
+        projection was found, they show that there is one nevertheless.
         """
         bases = {id(weight if weight._base is None else weight._base) for weight in weights}
         if path not in self._grams:
@@ -196,9 +195,9 @@ class WrittenNorms:
             self._projected_by.setdefault(path, set()).update(bases)
 
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
-        """If the module at `path` is the output projection of attention that was called before, compare the
-        projection's input and output with the head outputs. If it may be the projection of attention that is observed
-        later, store some rows of its input and output.
+        """If the module at `path` is the output projection of attention that ran before, compare the projection's input
+        and output with the head outputs. If it may be the projection of attention that is observed later, store some
+        rows of its input and output.
         """
         model_call = self._model_calls[threading.get_ident()]
         waiting = [each for each in model_call.head_outputs if self._projection_paths[each] == path]
@@ -210,9 +209,9 @@ class WrittenNorms:
                     self._check(attention_path, call, model_call)
 
     def finish(self) -> None:
-        """End the observation: remove `written_norm` from the results of modules whose output projection was not
-        confirmed. If a module was seen in training mode only, remove it if other weights than the projection's mapped
-        the head outputs.
+        """End the observation: remove `written_norm` from the results of modules whose output projection did not run
+        after their attention. In training mode, no call can refute the projection that was found. Then also remove
+        `written_norm` if parameters other than those of this projection were applied to the head outputs.
         """
         for thread in list(self._model_calls):
             self._end(thread)
@@ -236,8 +235,8 @@ class WrittenNorms:
 
     def _check(self, path: str, call: _ProjectionCall, model_call: _ModelCall) -> None:
         """Decide if the output projection found for the attention module at `path` is the right one, from one call of
-        it. Its input must consist of the module's head outputs, and its output must be the linear map of its input. If
-        the call shows nothing, leave the decision to a later one.
+        the projection. Its input must consist of the module's head outputs, and its output must be the linear map of
+        its input. If this call cannot show it, leave the decision to a later call.
         """
         head_outputs, projection = model_call.head_outputs.pop(path), self._grams[path][1]
         is_confirmed = _consists_of(call, head_outputs) and _maps(projection, call)
@@ -246,8 +245,8 @@ class WrittenNorms:
             self._settle(path, is_confirmed=is_confirmed)
 
     def _settle(self, path: str, *, is_confirmed: bool) -> None:
-        """Record that it is decided whether the output projection found for the attention module at `path` is the right
-        one. If it is not, remove `written_norm` from the module's results.
+        """Record that it is now certain whether the output projection found for the attention module at `path` is the
+        right one. If `is_confirmed` is False, remove `written_norm` from the module's results.
         """
         self._settled.add(path)
         if not is_confirmed:
