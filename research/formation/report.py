@@ -56,8 +56,8 @@ monitor.history.plot("previous")
 
 `hw.random_repeats` returns random tokens that occur four times in a row. The statistic `induction` is the share of
 attention that goes to the tokens after earlier copies of the query's token, the prefix-matching score of Olsson et al.
-(2022). It needs token ids, so it is measured with `hw.watch` in passes of its own. `hw.monitor` measures statistics
-without token ids in the passes of the training itself.
+(2022). This statistic needs token ids, so `hw.watch` measures it in additional forward passes. `hw.monitor` measures
+statistics that need no token ids, in the forward passes of the training itself.
 
 `make formation` repeats the measurements and writes this page.
 """
