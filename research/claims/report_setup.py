@@ -61,14 +61,15 @@ def false_positives(results: Results) -> str:
     parts = []
     for name, words in (("capacity", "claim 2"), ("more", "claim 6")):
         by_choice = found["claims"][name].items()
-        some = ", ".join(f"{row['in some setting']:.0%} if it adds {choice}" for choice, row in by_choice)
-        parts.append(f"{words} is true in some setting in {some}")
+        some = ", ".join(
+            f"{row['in some setting']:.0%} (standard deviation {choice} nats)" for choice, row in by_choice
+        )
+        parts.append(f"The share of simulations in which {words} is true in at least one setting is {some}.")
     simulations = f"{found['runs']} simulations of the {found['settings']} settings that count"
     return (
         "**False positives.** All models with the same number of heads share one chosen learning rate. If this "
-        f"choice is not optimal, it changes all their losses by the same, unknown amount. In {simulations}, without "
-        f"a difference between numbers of heads, {'; '.join(parts)} "
-        "(standard deviation, in nats)."
+        f"choice is not optimal, it changes all their losses by the same, unknown amount. In {simulations}, this "
+        f"amount is random and numbers of heads do not differ, so both claims are false. {' '.join(parts)}"
     )
 
 

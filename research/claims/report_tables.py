@@ -75,16 +75,17 @@ def mixed_model(verdict: Any) -> list[str]:
     """Write the layers that are left out, the count without further tasks, and the mixed model over all settings."""
     few = verdict["without further tasks"]
     text = (
-        "Number of layers left out, because the entropy of their control (scaled untrained heads) differs from that "
-        f"of the trained layer by more than 5 %: {verdict['layers left out']}. "
-        f"Without the further tasks, heads are farther apart in {few['farther']} and closer together in "
-        f"{few['closer']} of {few['of']}; the verdict would be: {few['outcome']}. "
+        f"{verdict['layers left out']} layers are left out, because the entropy of their control (scaled untrained "
+        "heads) differs from that of the trained layer by more than 5 %. Without the further tasks, trained heads are "
+        f"farther apart than the control in {few['farther']} and closer together in {few['closer']} of {few['of']} "
+        f"settings and published models; the verdict would be: {few['outcome']}. "
     )
     mixed = verdict["mixed model"]
     if mixed is not None and mixed["error"] is not None:
         text += (
             "A linear mixed model of the layers of the models trained here, with random intercepts for the setting and "
-            f"for the model within it, has the mean {interval(mixed)}; standard deviations are "
+            f"for the model within it, has the mean {interval(mixed)} for the distance of trained heads minus that of "
+            "the control. Its standard deviations are "
             f"{mixed['variance of settings'] ** 0.5:.3f} between settings, {mixed['variance of models'] ** 0.5:.3f} "
             f"between models and {mixed['variance of layers'] ** 0.5:.3f} between layers."
         )

@@ -83,11 +83,11 @@ parameters and see the same batches in the same order.""",
 been tried, with the same seeds. The reported models are trained with other seeds.""",
     "",
     """\
-**Statistics.** ± is a standard error over seeds. A difference of losses is called significant if it satisfies all of
-these conditions. It is at least 0.01 nats. The Games-Howell test over seeds is significant at 5 %, after Holm's
-correction over the settings of the claim. On text, the 95 % interval of a bootstrap over seeds and test documents also
-excludes 0. The best number of heads of a setting is chosen by the validation loss; all reported losses are on test
-documents.""",
+**Statistics.** ± is a standard error over seeds. A difference of losses is called significant if all of these
+conditions are true: (1) it is at least 0.01 nats; (2) the Games-Howell test over seeds is significant at 5 %, after
+Holm's correction over the settings of the claim; (3) on text, the 95 % interval of a bootstrap over seeds and test
+documents excludes 0. The best number of heads of a setting is chosen by the validation loss; all reported losses are
+on test documents.""",
     "",
     """\
 **Verdicts.** For each position scheme, a claim has one of three verdicts. It "held" if it is true for every source of
@@ -126,7 +126,8 @@ attention cannot differ, and untrained attention is nearly uniform. So the train
 one, the control. Its queries are scaled, layer by layer, until its heads have the mean entropy of the trained layer.
 The claim is true if trained heads are farther apart than the heads of the control.""",
     "capacity": """\
-At equal numbers of parameters, the test loss of models with one head is compared with that of the best number of heads.
+At equal numbers of parameters, the test loss of models with one head is compared with that of models with the best
+number of heads, the one with the lowest validation loss.
 The claim is true in a setting if one head is significantly worse.""",
     "parallel": """\
 The fused layer is one `hw.MultiHeadAttention`, which computes all heads together. The list of heads has one module for
@@ -139,18 +140,19 @@ training loss. The gap also shrinks when a model fits the training data less wel
 some number of heads has a significantly smaller gap than one head while its test loss is not significantly larger.""",
     "robust": """\
 Half of the heads of a trained model, chosen from all layers together, are removed without further training
-(`hw.ablate`). If there are at most 70 such halves, each of them is removed in turn; otherwise 70 different halves are.
+(`hw.ablate`). If there are at most 70 such halves, each of them is removed in turn; otherwise 70 different halves are
+drawn and removed.
 The share is the mean increase of the loss when half of the heads are removed, divided by the increase when all heads
 are removed, on the first 8 test batches. The claim is true in a setting if the share of the largest number of heads is
 significantly below that of one head, and no number of heads has a significantly larger share than one head.""",
     "more": """\
 The width of the model is fixed while the number of heads grows, so heads get narrower. The claim is true in a setting
 if the largest number of heads is significantly worse than the best number. The penalty is the mean test loss with the
-largest number of heads minus that with the best number.""",
+largest number of heads minus the mean test loss with the best number.""",
     "eight": """\
 8 heads are good in a setting if the whole 95 % interval (Welch) of their loss minus that of the best number lies below
-1 % of the best loss (or 0.01 nats, if that is more), and bad if the whole interval lies above this limit. The table
-counts the same for every number of heads.""",
+1 % of the best loss (or 0.01 nats, if that is more), and bad if the whole interval lies above this limit.
+Otherwise the setting is open. The table has the numbers of good, bad and open settings for every number of heads.""",
 }
 
 ONE_HEAD = [

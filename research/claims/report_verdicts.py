@@ -21,11 +21,13 @@ def figures(results: Results) -> dict[str, str]:
             f"of {different['of']} settings and published models, heads are farther apart than equally sharp untrained "
             f"ones in {different['farther']}, closer together in {different['closer']}"
         ),
-        "capacity": f"one head is significantly worse than the best in {_count(verdicts['capacity'])}",
+        "capacity": f"one head is significantly worse than the best number in {_count(verdicts['capacity'])}",
         "parallel": "; ".join(_device(name, row) for name, row in devices.items()) or "no times were taken",
-        "regularises": f"a smaller gap at no larger test loss in {_count(verdicts['regularises'])}",
-        "robust": f"half of the heads costs a smaller share in {_count(verdicts['robust'])}",
-        "more": f"the largest number is significantly worse than the best in {_count(verdicts['more'])}",
+        "regularises": "some number of heads has a smaller gap than one head, at no larger test loss, in "
+        f"{_count(verdicts['regularises'])}",
+        "robust": "removing half of the heads costs a smaller share with many heads than with one head in "
+        f"{_count(verdicts['robust'])}",
+        "more": f"the largest number is significantly worse than the best number in {_count(verdicts['more'])}",
         "eight": _grades(verdicts["eight"]),
     }
 
@@ -35,7 +37,7 @@ def _count(verdict: Any) -> str:
     parts = []
     for scheme, row in verdict["schemes"].items():
         true, all_of = len(row["true in"]), len(row["true in"]) + len(row["false in"])
-        parts.append(f"{true} of {all_of} ({scheme})")
+        parts.append(f"{true} of {all_of} settings ({scheme})")
     return ", ".join(parts) or "none of 0 settings"
 
 

@@ -50,12 +50,14 @@ def section(folder: Path) -> list[str]:
         "with the largest mean distances. Median, trimmed mean and outliers are those over documents.",
         "",
         *markdown_table(("head", "role", "mean", "median", "trimmed mean", "outliers", "rank by median"), rows),
-        f"For {small_effects(ablation)} of {len(ablation.rows)} heads, the distance plus {SURE:g} standard errors is "
-        f"below {SMALL:g}. The table shows the median and the largest mean distance over the heads of each layer:",
+        "The distance is 1 - cosine between sentence embeddings with and without a head. For "
+        f"{small_effects(ablation)} of {len(ablation.rows)} heads, the mean distance plus {SURE:g} standard errors "
+        f"is below {SMALL:g}. The table shows the median and the largest of the mean distances of the heads of each "
+        "layer:",
         "",
         *markdown_table(("layer", "median distance", "largest distance"), by_layer),
-        "The method of integrated gradients does not need the derivative in the model with all heads, where the "
-        "distance has its minimum. " + gap_of(folder / "integrated"),
+        "The method of integrated gradients does not only use the derivative in the model with all heads, which is 0 "
+        "because the distance has its minimum there. " + gap_of(folder / "integrated"),
         "",
         *previous_token_head(ablation, hw.Ablation.load(folder / "order"), profile),
         *confidence(profile),
@@ -91,7 +93,7 @@ def previous_token_head(ablation: hw.Ablation, order: hw.Ablation, profile: hw.P
         "A head that attends to the previous token could encode word order. In the model with all heads, the "
         "distance between the embeddings of a sentence and of the same sentence with shuffled tokens is "
         f"{with_error(order.baseline, 4)}. Removing head {name} changes this distance by "
-        f"{with_error(values[name], 4)}: the {place_of}. The table shows the lowest changes, and tests of the "
+        f"{with_error(values[name], 4)}. This is the {place_of}. The table shows the lowest changes, and tests of the "
         "difference of each from the lowest one: paired, clustered by document, with q-values over all other heads.",
         "",
         *markdown_table(("head", "mean change", "median", "minus the lowest", "q"), rows),
@@ -120,8 +122,8 @@ def confidence(profile: hw.Profile) -> list[str]:
         "median of `confidence`, which includes all keys, is "
         f"{medians['confidence']:.3f}. The median of `confidence_content`, which leaves out special tokens, is "
         f"{medians['confidence_content']:.3f}; the median of the attention on special tokens is "
-        f"{medians['special']:.3f}. Of the {MOST} heads with the largest `confidence` and those with the largest "
-        f"`confidence_content`, {common} are the same.",
+        f"{medians['special']:.3f}. Of the {MOST} heads with the largest `confidence`, {common} are also among the "
+        f"{MOST} with the largest `confidence_content`.",
         "",
     ]
 

@@ -68,8 +68,9 @@ def which_heads(ablation: hw.Ablation, folder: Path) -> list[str]:
         "### Which heads matter",
         "",
         f"The table shows the {MOST} heads with the largest mean effect, in nats a token. Median, trimmed mean and "
-        "outliers are those of the effects on documents. The q-values are corrected over all heads: of Student's "
-        "t-test of the mean, and of Wilcoxon's signed-rank test. The last column is the first-order prediction: "
+        "outliers are those of the effects on documents. Two columns have q-values (p-values corrected over all "
+        "heads): those of Student's t-test of the mean, and of Wilcoxon's signed-rank test. The last column is the "
+        "first-order prediction: "
         "minus the derivative of the loss with respect to the head's gate (the factor of its output).",
         "",
         *markdown_table((*headers, "first-order prediction"), rows),
@@ -101,9 +102,10 @@ def outlying_documents(ablation: hw.Ablation) -> list[str]:
             rows.append((name, document, f"{found['effect']:.3f}", f"{found['median']:.3f}", f"{found['score']:.1f}"))
     verb = "Heads {} are" if len(moved) > 1 else "Head {} is"
     lines = [
-        f"{verb.format(', '.join(moved))} not among the first {MOST} by the median. The table shows the outlying "
-        "documents of such heads, which are topics of the language reference. The score is the distance of an effect "
-        "from the median in scaled median absolute deviations.",
+        f"{verb.format(', '.join(moved))} not among the first {MOST} heads by the median of their effects on "
+        "documents, only by the mean. The table shows the documents on which the effect of such heads is an outlier. "
+        "Documents are topics of the language reference. The score is the distance of the effect on a document from "
+        "the median effect, in scaled median absolute deviations.",
         "",
     ]
     return lines + markdown_table(("head", "document", "effect", "median", "score"), rows)
@@ -112,12 +114,12 @@ def outlying_documents(ablation: hw.Ablation) -> list[str]:
 def reading(name: str, q: list[float]) -> str:
     """Return what the tests of one row of the table say, in a sentence. `q` has the q-value of each kind of sets."""
     data, replacement = WORDS[name]
-    where = f"On {data}, with outputs replaced by {replacement},"
+    where = f"On {data}, with head outputs replaced by {replacement},"
     if max(q) <= LEVEL:
         return f"{where} the induction heads have a larger effect than random sets of both kinds."
     if min(q) > LEVEL:
-        return f"{where} their effect cannot be distinguished from that of random sets."
-    return f"{where} their effect is larger than that of one kind of random sets only."
+        return f"{where} the effect of the induction heads cannot be distinguished from that of random sets."
+    return f"{where} the effect of the induction heads is larger than that of one kind of random sets only."
 
 
 def earlier_leader(folder: Path) -> list[str]:
@@ -127,10 +129,11 @@ def earlier_leader(folder: Path) -> list[str]:
     effect = with_error(table.rows[0].statistics["cost"])
     return [
         f"In an earlier version of this report, head 0.7 had the largest effect: {effect} on "
-        f"{record['cost_n']} other documents of 256 tokens. On these documents the median of its effects is "
+        f"{record['cost_n']} other documents of 256 tokens. On these documents the median of the head's effects is "
         f"{record['cost_median']:.3f} and the trimmed mean {record['cost_trimmed']:.3f}. One document determines the "
         "mean: "
-        f"{names[worst['document']]}, with an effect of {worst['effect']:.2f} nats, which is {worst['score']:.0f} "
+        f"the topic `{names[worst['document']]}`, with an effect of {worst['effect']:.2f} nats, which is "
+        f"{worst['score']:.0f} "
         "scaled "
         "median absolute deviations from the median.",
         "",
@@ -156,7 +159,7 @@ def gradients(ablation: hw.Ablation, folder: Path) -> list[str]:
         "",
         "The mean absolute derivative (Michel, Levy and Neubig 2019) cannot show that removing a head lowers the "
         f"loss. Its correlation with the measured effects is {size.spearman:.2f} by Spearman "
-        f"({span(size.interval('spearman'), 2)}). Of the {MOST} heads for which it is largest, "
+        f"({span(size.interval('spearman'), 2)}). Of the {MOST} heads with the largest mean absolute derivative, "
         f"{round(MOST * size.overlap(MOST))} are among the {MOST} with the largest measured effect.",
         "",
         "The scores of all heads by integrated gradients should add up to the effect of removing all heads. "

@@ -87,7 +87,8 @@ def gap_of(folder: Path) -> str:
     return (
         f"On {found['sequences']} sequences and with up to {found['steps']} steps, the scores add up to "
         f"{found['scores']:.3f}, and removing all heads changes the loss by {found['effect']:.3f}, on average over the "
-        f"sequences: a completeness gap of the means of {percent(found['gap_of_means'])}. {verdict}."
+        f"sequences. The difference of these two means is {percent(found['gap_of_means'])} of the second one (the "
+        f"completeness gap of the means). {verdict}."
     )
 
 

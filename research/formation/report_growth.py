@@ -89,7 +89,7 @@ def conclusion(growing: Sequence[Mapping[str, Any]], clipped: Sequence[Mapping[s
     steps = clipped[0]["plan"]["steps"]
     text = (
         f"Losses are means over {LAST} steps. Without QK-clip, the loss becomes NaN in {len(failed)} of {len(growing)} "
-        f"trainings. With it, {len(rescued)} of {len(clipped)} trainings reach step {steps:,} with a finite loss."
+        f"trainings. With QK-clip, {len(rescued)} of {len(clipped)} trainings reach step {steps:,} with a finite loss."
     )
     if warned:
         text += (
@@ -99,12 +99,13 @@ def conclusion(growing: Sequence[Mapping[str, Any]], clipped: Sequence[Mapping[s
     named = [one for one in failed if (one["first_nonfinite_alarm"] or {}).get("step") == one["nonfinite_step"]]
     if named:
         text += (
-            f" In {len(named)} of them, the alarm `non-finite` names a head in the step in which the loss is NaN, and "
-            "none before."
+            f" In {len(named)} of them, the alarm `non-finite` names a head in the step in which the loss becomes NaN, "
+            "and no such alarm comes before this step."
         )
     return (
-        f"{text} QK-clip acts after a step, so the logits of the next step can be above the threshold. An alarm here "
-        "does not predict by itself that a training fails: in float32 or bfloat16, whose largest numbers are far "
+        f"{text} QK-clip acts after a step, so the logits of the next step can be above its threshold. The alarm "
+        "`high logit` does not by itself predict that a training fails: in float32 or bfloat16, whose largest numbers "
+        "are far "
         "larger, the same logits do not overflow. QK-clip bounds the logits. It does not correct the learning rate."
     )
 
