@@ -1,5 +1,6 @@
 """Ablation effects, compared with gates that are set one by one; interrupted runs that resume."""
 
+import copy
 import sys
 
 import pytest
@@ -265,6 +266,44 @@ def test_the_data_of_a_replacement_the_options_of_a_loss_and_documents_distingui
             hw.ablate(model, **given | one, out=out)
         with pytest.raises(hw.InputError, match=f"settings.{differs}.* differs|{differs}.* differs"):
             hw.ablate(model, **given | other, out=out)
+
+
+class SelfAndCross(torch.nn.Module):
+    """Model whose self- and cross-attention have the same weights: in one module, or in two copies of it."""
+
+    def __init__(self, copies: int, name: str):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.embedding, layer, self.top = (
+                torch.nn.Embedding(40, 12),
+                hw.MultiHeadAttention(12, 3),
+                torch.nn.Linear(12, 7),
+            )
+        self.layers = torch.nn.ModuleDict({f"{name}[{i}]": copy.deepcopy(layer) for i in range(copies)})
+
+    def forward(self, input_ids, context):
+        first, *_, last = [*self.layers.values()] * 2
+        x = self.embedding(input_ids)
+        x = x + first(x)
+        return self.top(x + last(x, self.embedding(context)))
+
+
+@pytest.mark.parametrize("units", ["heads", {"a": [(0, 1)], "b": [(1, 1)], "both": [(0, 1), (1, 1)]}], ids=str)
+def test_self_and_cross_attention_of_one_module_are_ablated_apart(units):
+    batches = [{"input_ids": torch.randint(1, 40, (2, 7)), "context": torch.randint(1, 40, (2, 5))}]
+    of_one, of_two = (
+        hw.ablate(SelfAndCross(copies, "attention").eval(), batches, squares, units=units) for copies in (1, 2)
+    )
+    costs, expected = ([row.statistics["cost"].value for row in table.rows] for table in (of_one, of_two))
+    assert costs == pytest.approx(expected, abs=1e-6)
+    assert len(set(costs)) == len(costs)
+    assert 0.0 not in costs
+
+
+def squares(model, batch):
+    """Return the mean square of a model's output, for each example."""
+    return model(**batch).square().mean((1, 2))
 
 
 def tensors(batches):

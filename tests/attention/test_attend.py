@@ -644,6 +644,17 @@ def test_the_gradient_cannot_be_differentiated_again(backend, options, monkeypat
         torch.autograd.grad(gradient.square().sum(), q)
 
 
+def test_function_transforms_cannot_differentiate_the_gradient_again():
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+
+    def squares(q):
+        return sum(each.square().sum() for each in hw.attend(q, k, v, return_lse=True, backend="fused"))
+
+    refused = "derivative for the gradient of fused attention is not implemented; backend='reference'"
+    with pytest.raises(RuntimeError, match=refused):
+        torch.func.grad(lambda q: torch.func.grad(squares)(q).square().sum())(q)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_without_a_key_or_a_sink_is_empty(backend):
     q = torch.randn(1, 2, 3, 5, requires_grad=True)

@@ -35,7 +35,7 @@ from headwise.data.batches import device_of, documents_of, iterate_batches, to_d
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import SiteKey
+from headwise.intercept.interceptor import Call, Change, SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.survey import survey
 from headwise.progress import progress_bar
@@ -51,8 +51,8 @@ ROUNDING = 1e-5
 HeadSets = Mapping[str, Collection[tuple[int, int]]]
 """Sets of heads `(layer, head)`, by name."""
 
-AblationUnit = tuple[Mapping[str, list[HeadGate]], Mapping[str, Any]]
-"""Heads that are ablated together: the gates at each site, by its label, and the columns that identify the heads."""
+AblationUnit = tuple[Mapping[SiteKey, list[HeadGate]], Mapping[str, Any]]
+"""Heads that are ablated together: the gates at each site, and the columns that identify the heads."""
 
 AblationT = TypeVar("AblationT", bound=Ablation | SetAblation)
 
@@ -260,7 +260,7 @@ def measure_losses(
 
         def process_batch(batch: dict[str, Any], _clusters: Clusters) -> None:
             losses = progress.losses.setdefault(progress.batches, [])
-            inputs, interceptor = to_device(batch, device_of(model)), GateInterceptor({})
+            inputs, interceptor = to_device(batch, device_of(model)), _UnitGates()
             with restored_state(model):
                 prepare_loss(loss, model, inputs)
             compute = partial(finite_loss_per_example, loss, model, inputs)
@@ -273,8 +273,8 @@ def measure_losses(
                     losses.append(baseline.tolist())
                     bar.advance()
                 for gates, identifiers in ablated[len(losses) - 1 :]:
-                    interceptor.gates = gates
-                    without_unit = runs.run_gated(compute, {SiteKey.path_of(label) for label in gates})
+                    interceptor.by_site = gates
+                    without_unit = runs.run_gated(compute, {site.path for site in gates})
                     # An example that has no loss without these heads alone would be missing in their mean.
                     if bool((without_unit.isnan() & ~baseline.isnan()).any()):
                         expected = "a number for each example that has one in the unchanged model"
@@ -290,6 +290,26 @@ def measure_losses(
     return progress
 
 
+class _UnitGates(GateInterceptor):
+    """Interceptor of attention calls that ablates the heads of one ablation unit (heads that are ablated together). It
+    distinguishes self-attention from cross-attention of the same module, which have the same label.
+
+    Attributes:
+        by_site: gates of the unit that is ablated; they are exchanged between runs of the model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.by_site: Mapping[SiteKey, list[HeadGate]] = {}
+
+    def change(self, call: Call) -> Change | None:
+        """Return the function that applies the gates of the current ablation unit to the head outputs of an attention
+        call. Return None if the unit has no head in the call's module and kind of attention.
+        """
+        self.gates = {call.site.label: self.by_site.get(call.site, [])}
+        return super().change(call)
+
+
 def _ablation_units(
     registry: SiteRegistry, units: str | HeadSets, replacement: float | Replacement, model: nn.Module
 ) -> Iterator[AblationUnit]:
@@ -298,24 +318,24 @@ def _ablation_units(
     """
     if isinstance(replacement, Replacement):
         replacement = replacement.prepare(model, {record.site.label for record in registry.records})
-    label_of_head: dict[tuple[int, int], str] = {}
+    site_of_head: dict[tuple[int, int], SiteKey] = {}
     sets = {} if isinstance(units, str) else {name: list(heads) for name, heads in units.items()}
     for record, labels in registry.head_labels():
         layer, head = labels["layer"], labels["head"]
         if units == "heads":
-            yield {record.site.label: [HeadGate(head, replacement)]}, labels
+            yield {record.site: [HeadGate(head, replacement)]}, labels
         elif isinstance(units, str):
             name = f"layer {layer}" if units == "layers" else f"group {layer}.{labels['kv_head']}"
             sets.setdefault(name, []).append((layer, head))
-        label_of_head[layer, head] = record.site.label
+        site_of_head[layer, head] = record.site
     for name, heads in sets.items():
-        gates: dict[str, list[HeadGate]] = {}
+        gates: dict[SiteKey, list[HeadGate]] = {}
         pairs = [named_head(head) for head in heads]
         for layer, head in pairs:
-            if (layer, head) not in label_of_head:
+            if (layer, head) not in site_of_head:
                 expected = f"heads (layer, head) of this model in {name!r}"
                 raise InputError("units", expected=expected, got=(layer, head))
-            gates.setdefault(label_of_head[layer, head], []).append(HeadGate(head, replacement))
+            gates.setdefault(site_of_head[layer, head], []).append(HeadGate(head, replacement))
         if not gates:
             raise InputError("units", expected=f"heads in {name!r}", got="none")
         yield gates, {"name": name, "heads": [f"{layer}.{head}" for layer, head in pairs]}

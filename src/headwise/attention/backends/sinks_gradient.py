@@ -3,7 +3,7 @@ the refusal of second derivatives, which only the reference backend has.
 """
 
 import math
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,16 +14,22 @@ from headwise.attention.tensors import PerHead, PerRow
 class OnlyFirstDerivative(torch.autograd.Function):
     """Base class for the backward passes of attention. They are autograd functions themselves, so that differentiating
     them again raises `RuntimeError`. Otherwise, a second derivative would silently be 0.
+
+    Attributes:
+        attention: kind of attention, such as "fused attention", for the error.
     """
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save no tensors, since `backward` only raises an error."""
+    attention: ClassVar[str]
+
+    @classmethod
+    def setup_context(cls, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save the kind of attention alone, for the error that `backward` raises."""
+        ctx.attention = cls.attention
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
         """Raise `RuntimeError`, since the second derivative is not implemented."""
-        refuse_second_derivative(ctx._forward_cls.attention)
+        refuse_second_derivative(ctx.attention)
 
 
 def refuse_second_derivative(attention: str) -> NoReturn:
