@@ -114,8 +114,7 @@ def _why_not(module: Any) -> str | None:
     if isinstance(family_of(module), LatentFamily):
         return None  # its norms are of the latents, in front of the projections into heads
     norms = (name for name, part in module.named_modules() if is_norm(part))
-    # Norms of single heads may be in a list, as in "q_layernorm.norms.0".
-    norm = next((name for name in norms if any(part.startswith(("q", "k")) for part in name.split("."))), None)
+    norm = next((name for name in norms if name.rpartition(".")[2].startswith(("q", "k"))), None)
     return f"the norm {norm}, which undoes a factor of the projection before it," if norm else None
 
 
