@@ -69,17 +69,17 @@ def require_uncompiled(model: nn.Module) -> None:
     Python, so they cannot be intercepted.
     """
     for path, module in model.named_modules():
-        place = f" at {path}" if path else ""
+        kind, remedy = "compiled", None
         if isinstance(module, torch.jit.ScriptModule):
-            raise InputError("model", expected="modules that run in Python", got=f"a scripted one{place}")
-        is_wrapper = hasattr(module, "_orig_mod")
-        if is_wrapper or getattr(module, "_compiled_call_impl", None) is not None:
-            original = f"{path or 'model'}._orig_mod"
-            remedy = f"put {original} in its place" if path else f"pass {original}, and call that"
-            remedy = remedy if is_wrapper else "pass a model on which compile() was not called"
-            raise InputError(
-                "model", expected="modules that run in Python", got=f"a compiled one{place}", remedy=remedy
-            )
+            kind = "scripted"
+        elif hasattr(module, "_orig_mod"):
+            remedy = f"put {path}._orig_mod in its place" if path else "pass model._orig_mod, and call that"
+        elif getattr(module, "_compiled_call_impl", None) is not None:
+            remedy = "pass a model on which compile() was not called"
+        else:
+            continue
+        got = f"a {kind} one at {path}" if path else f"a {kind} one"
+        raise InputError("model", expected="modules that run in Python", got=got, remedy=remedy)
 
 
 class HooksAndPatches:
