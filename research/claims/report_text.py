@@ -131,9 +131,12 @@ number of heads, the one with the lowest validation loss.
 The claim is true in a setting if one head is significantly worse.""",
     "parallel": """\
 The fused layer is one `hw.MultiHeadAttention`, which computes all heads together. The list of heads has one module for
-each head; these run one after the other, with the same weights and the same output. A case is a batch size, a length, a
-pass (forward or training) and a number of heads. In a case, more heads are free if they take at most 1.1 times the time
-of one head in three quarters of the timing rounds, and not free if they take more in three quarters of the rounds.""",
+each head; these modules run one after the other, with the same weights and the same output as the fused layer. A case
+is a batch size, a length, a pass (forward or training) and a number of heads above 1. In each timing round, the time of
+the fused layer with this number of heads is compared with its time with one head. In a case, several heads take no
+extra time if their time is at most 1.1 times that of one head in at least three quarters of the rounds. They take extra
+time if their time is more than 1.1 times that of one head in at least three quarters of the rounds. Otherwise the case
+is undecided.""",
     "regularises": """\
 Models train on 25 KB of text, which they see many times, so that they can overfit. The gap is the test loss minus the
 training loss. The gap also shrinks when a model fits the training data less well. So the claim is true in a setting if

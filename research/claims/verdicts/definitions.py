@@ -7,7 +7,9 @@ DRAWS = 4000
 """Number of draws of each bootstrap."""
 
 FREE, ROUNDS = 1.1, 0.75
-"""Largest ratio of times at which more heads are free, and the share of the rounds that decides."""
+"""Largest ratio of the time with several heads to the time with one head at which several heads count as free, and the
+share of the rounds that must agree on this.
+"""
 
 GOOD, MARGIN, LEAST = 8, 0.01, 0.01
 """The number of heads of claim 7, and the margin of a loss: a share of the best loss, or nats, whichever is more."""

@@ -23,7 +23,7 @@ from headwise.intercept.sequences_of_calls import QueryParts
 from headwise.shapes import Bool, Float
 
 GateValue = float | Tensor | Replacement
-"""Factor of a head's output, or what takes its place."""
+"""Factor that multiplies a head's output, or a replacement of this output."""
 
 POSITIONS = "whole numbers, or a boolean tensor (queries,) or (batch, queries)"
 
@@ -35,8 +35,8 @@ class HeadGate(NamedTuple):
     Attributes:
         head: zero-based index of the head or group; None for all heads.
         value: factor of the output, or the replacement of the output.
-        layer: layer number by which the user named the module; None if it was named by its path. If several modules
-            have a gate with this number, it applies to the first one that attends.
+        layer: layer number by which the user named the module; None if the user named it by its path. If several
+            modules have this layer number, the gate is applied in the first of these modules that attends.
     """
 
     head: int | None
@@ -186,7 +186,7 @@ class GateInterceptor(Interceptor):
     query positions or at selected ones.
 
     Attributes:
-        gates: gates of each module, by the module's path. It may be replaced between two runs of the model.
+        gates: gates of each module, by the module's path. This mapping may be replaced between two runs of the model.
     """
 
     def __init__(
@@ -264,14 +264,14 @@ class GateInterceptor(Interceptor):
         return out
 
     def _count(self, call: Call) -> int:
-        """Return the number of units that gates index in an attention call: its key/value groups if `groups` was set,
-        otherwise its heads.
+        """Return how many gates the heads of an attention call can have: one per key/value head if the argument
+        `groups` was True, otherwise one per query head.
         """
         return call.kv_heads if self._groups else call.grid.heads
 
     def _head_range(self, head: int | None, call: Call) -> tuple[int, int]:
-        """Return the range (start, stop) of query heads that a gate with index `head` covers: one head, or the heads of
-        one key/value group. It covers all heads if `head` is None.
+        """Return the range (start, stop) of the query heads whose outputs a gate with the index `head` changes: one
+        head or, if gates count key/value groups, the heads of one group. If `head` is None, these are all heads.
         """
         count = self._count(call)
         if head is None:

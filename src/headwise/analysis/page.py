@@ -31,10 +31,11 @@ def write_page(
     Args:
         path: the file.
         results: results for the heads of one model: views (`View`, `ViewSet`), profiles, ablations, importance scores,
-            results of `watch`.
-            All views together are the texts of the page. Heads are those of the first result; the others need them too.
-        against: the same kinds of results of another model with the same heads, or of another checkpoint, with which
-            the page compares.
+            results of `watch`. All views together are the texts of the page. The page shows the heads of the views or,
+            without views, those of the first table; all other results must have these heads, too.
+        against: the same kinds of results of a second model with the same heads, or of another checkpoint, with which
+            the page compares the first model. If there are views of one model, there must be views of the other one,
+            of the same tokens.
         foci: results of `find` for the views in `results`.
         title: title of the page; by default the name of the model.
         statistic: statistic by which heads are coloured and sorted when the page opens. By default it is the main one

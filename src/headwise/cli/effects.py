@@ -78,7 +78,7 @@ class MethodFlags:
     option is not used on the command line; the method then uses its own default value.
     """
 
-    steps: Annotated[int | None, option("integrated: number of gate values between 0 and 1.", least=1)] = None
+    steps: Annotated[int | None, option("integrated: number of points between 0 and 1 for all gates.", least=1)] = None
     sparsity: Annotated[
         float | None, option("hard_concrete: penalty of an open gate, in units of the loss.", least=0.0)
     ] = None
@@ -100,9 +100,9 @@ def importance(
     html: Html = None,
 ) -> None:
     """Score how important each head is for the loss. Methods: gradients of the loss with respect to head gates (factors
-    on head outputs), these gradients integrated over gate values from 0 to 1, removal of each head, or learned gates.
-    Prints the heads with the largest scores, and saves all scores in --out. Processes started by torchrun share the
-    work.
+    on head outputs), these gradients integrated while all gates rise from 0 to 1, removal of each head, or learned
+    gates. Prints the heads with the largest scores, and saves all scores in --out. Processes started by torchrun share
+    the work.
 
     Examples:
     headwise importance --data sentences.jsonl --method integrated --steps 8 --out importance

@@ -44,13 +44,15 @@ class NumberedTokens(NamedTuple):
 
 
 class ComparedTokens(NamedTuple):
-    """Numbers of the tokens that the queries, keys and values of one attention call belong to, as tensors `(...,
-    length)`.
+    """Token numbers of the queries, keys and values of one attention call, as tensors `(..., length)`. A token number
+    is not a token id: it is the place of a token in the result of a linear map, such as the query projection, counted
+    from 1 over all sequences. Comparing token numbers shows whether query i and key i belong to the same token, and
+    whether the model has reordered the queries after their projection, or divided them among several attention calls.
 
     Attributes:
-        queries: the tokens of the queries.
-        keys: the tokens of the keys.
-        values: the tokens of the values; None if unknown.
+        queries: token numbers of the queries.
+        keys: token numbers of the keys.
+        values: token numbers of the values; None if they are unknown.
     """
 
     queries: NumberedTokens

@@ -1,7 +1,7 @@
 """Layout of the heads in an attention output, derived from how the model reshapes it for the output projection.
 
-The features of the output projection's input are the values of all heads. So the axes that a model merges with the axis
-of the values are the heads; all other axes, such as sequences, windows or queries, are not.
+The input of the output projection has the features of all heads side by side. So the axes that a model merges with the
+feature axis of the attention output are the heads; all other axes, such as sequences, windows or queries, are not.
 """
 
 from collections.abc import Collection, Iterable
@@ -18,14 +18,14 @@ from headwise.shapes import Float
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Layout of an attention output as a model computes it: which axes, or parts of axes, are the heads, the queries
-    and the values. All other axes are sequences.
+    """Layout of an attention output as a model computes it: which axes of the tensor, or parts of axes, are the heads,
+    the queries, and the features of a head's output. All other axes are batch axes, such as sequences or windows.
 
     Attributes:
-        shape: shape of the tensor of outputs.
-        value_axis: the axis of the values of a head.
-        query_axes: the axes of the queries; they may also contain heads.
-        heads: factors that are the heads, those that change slowest first.
+        shape: shape of the attention output.
+        value_axis: axis of the features of a head's output, which are the features of the value vectors.
+        query_axes: axes of the queries; they may also contain heads.
+        heads: axes, or parts of axes, along which the heads are numbered, the one that changes slowest first.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class HeadLayout:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Number of sequences, number of heads and number of queries, in this order."""
+        """Size of the batch (the product of all batch axes), number of heads and number of queries, in this order."""
         sizes, _, (batch, heads, queries) = self._split(1)
         by_role = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
         return by_role[0], by_role[1], by_role[2]
@@ -53,7 +53,8 @@ class HeadLayout:
 
     def by_head(self, tensor: Tensor) -> Tensor:
         """Return a tensor that has this layout with its axes rearranged to `(batch, heads, queries, value_dim)`. The
-        axis of the values may have another size and meaning, such as the keys.
+        last axis may have another size and meaning than the features of a head's output: for attention weights, it is
+        the keys.
         """
         sizes, order, (batch, heads, queries) = self._split(tensor.shape[self.value_axis])
         shape = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
@@ -71,8 +72,8 @@ class HeadLayout:
 
     def _split(self, width: int) -> tuple[list[int], list[int], tuple[list[int], list[int], list[int]]]:
         """Split each axis that contains heads together with other elements, so that heads have axes of their own.
-        Return the sizes of the resulting axes, their order by role (sequences, heads, queries, values), and lists of
-        the axes of sequences, heads and queries. `width` is the size of the axis of values.
+        Return the sizes of the resulting axes, their order by role (batch, heads, queries, features), and lists of the
+        axes of the batch, of the heads and of the queries. `width` is the size of the feature axis.
         """
         sizes: list[int] = []
         batch: list[int] = []
@@ -101,15 +102,15 @@ def merged_layout(
     axes: Axes, features: Collection[int], shape: torch.Size, value_axis: int, query_axes: tuple[int, ...]
 ) -> HeadLayout | None:
     """Return which axes of an attention output are the heads. They follow from a tensor that the output was reshaped
-    to: its axes `features` contain the values, and usually the heads. Return None if these axes do not contain all
-    values of whole heads.
+    to: its axes `features` contain the features of a head's output, and usually the heads. Return None if these axes do
+    not contain all features of whole heads.
 
     Args:
         axes: axes of the tensor that the output has become.
         features: those of its axes that are features.
-        shape: shape of the output.
-        value_axis: axis of the values in the output.
-        query_axes: axes of the queries in the output.
+        shape: shape of the attention output.
+        value_axis: axis of the features of a head's output, in the attention output.
+        query_axes: axes of the queries, in the attention output.
     """
     factors = list(chain.from_iterable(axes[axis] for axis in features))
     everything = list(chain.from_iterable(axes))
@@ -139,8 +140,9 @@ def _are_mixed(axes: Axes, features: Collection[int], query_axes: tuple[int, ...
 
 
 def merged_axis(axes: Axes, value_axis: int) -> int | None:
-    """Return the axis of a tensor that contains the values of an attention output merged with another axis of this
-    output, such as the heads. Return None if there is none.
+    """Return the axis of a tensor that contains the features of a head's output, merged with another axis of the
+    attention output, such as the heads. Return None if there is none. `value_axis` is the axis of the features in the
+    attention output.
     """
     for axis, factors in enumerate(axes):
         if {factor.axis for factor in factors} > {value_axis}:

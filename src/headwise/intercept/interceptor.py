@@ -129,22 +129,25 @@ class Call:
 
 
 class Observation(NamedTuple):
-    """Functions with which one interceptor observes one attention call, and the call's tokens and padding. One function
-    receives the attention weights, one is called at the end, and an optional one compares the head outputs computed
-    from these weights with the model's own.
+    """Everything that one interceptor needs to observe one attention call: two or three functions, and the call's
+    tokens and padding. The function `observer` receives the attention weights, block by block. The function `on_end` is
+    called after the last block. The function `check` is optional: it compares the head outputs computed from these
+    weights with those of the model's own attention function.
 
     Attributes:
-        observer: function that receives every row block of the call once.
-        call_context: tokens and padding of the call, for the row blocks.
-        on_end: function that is called after the last row block.
-        check: function that compares two outputs `(batch, heads, rows, value_dim)` and raises if they disagree. It
-            receives each row block, whose `out` is the observed weights times the values, and the output that the
-            model's own function returned for these rows. With a check, the model continues with its own output. A
-            check is not called where that output is known to be the product of the weights and the values.
-        whole_call: what `observer` does with row blocks, if it needs no weights of single rows. The native kernels
-            may then compute the statistics without any row blocks.
-        keeps_output: True if the model's own function must answer the call also while it is observed, so that the
-            output has the same bits. The attention weights are then computed in addition.
+        observer: function that receives every row block (the attention weights of some query rows) of the call once.
+        call_context: tokens and padding of the call. Every row block that `observer` receives contains them.
+        on_end: function without arguments that is called after the last row block.
+        check: function that raises an error if two outputs of the same query rows disagree. It is called with each row
+            block, whose attribute `out` is the observed weights times the values, and with the output `(batch, heads,
+            rows, value_dim)` of the model's own attention function. With a check, the model continues with its own
+            output. The check is not called where the model's own output is known to be the product of the weights and
+            the values.
+        whole_call: description of `observer`, if it needs no weights of single rows; otherwise None. Kernels may then
+            compute the statistics without any row blocks, and `observer` is not called.
+        keeps_output: True if the model's own attention function must answer the call although the call is observed, so
+            that the output has the same bits as without observation. The attention weights are then computed in
+            addition.
     """
 
     observer: Observer

@@ -71,9 +71,10 @@ def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins) -> None
 
 
 def before_function(call: FunctionCall) -> FunctionCall:
-    """Prepare a function call of the model whose arguments may be attention outputs. If the function does more than
-    rearrange an output, record how it uses the output: a linear map, for example, shows which axes are the heads.
-    Return the call, with the interceptors' changes in its arguments.
+    """Process the arguments of a torch function before the model calls it. If an argument is an attention output, and
+    the function does more than rearrange this output, record how the function uses it: a linear map, for example, shows
+    which axes are the heads. Return the call. If an interceptor changes the attention output, the changed tensor
+    replaces the output in the arguments of the returned call.
     """
     if not call_stack.attention.outputs or (call.function in REARRANGEMENTS and not _loses_changes(call)):
         return call

@@ -125,11 +125,13 @@ class _ModelCall(threading.local):
 class SequenceClusters:
     """Clusters of the sequences in a model's attention calls, for standard errors: sequences of one cluster are not
     statistically independent. If a site (attention module, self or cross) attends several times in one call of the
-    model, each sequence has several values of a statistic. These values depend on each other.
+    model, each sequence has several values of a statistic. These values depend on each other, so all values of a
+    sequence get the same cluster.
 
-    An attention call may have only some of the sequences, and does not show which. Their values are independent if it
-    is the only call of its site in the call of the model, and if all sequences of the data are independent. Otherwise
-    their clusters are unknown.
+    An attention call may have only some of the sequences of the call of the model, and does not show which ones. The
+    clusters of such a part are known only if the attention call is the only one of its site in the call of the model,
+    and if all sequences of the data are independent: then each sequence is a cluster of its own. Otherwise the clusters
+    are unknown, and standard errors cannot be computed.
     """
 
     def __init__(self) -> None:
@@ -150,8 +152,8 @@ class SequenceClusters:
             site: where in the model.
             index: number of the attention call at the site that began the sequences, in this call of the model.
             sequences: number of sequences of the attention call.
-            of_data: clusters of the sequences of this call of the model. By default they are independent, and those of
-                the first attention call of the site.
+            of_data: cluster of each sequence in this call of the model, as the data set states it. If it is None, each
+                sequence of the first attention call at the site becomes a cluster of its own.
         """
         calls = self._model_call.sites.get(site)
         if calls is None:

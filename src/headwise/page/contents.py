@@ -27,7 +27,7 @@ class PageHead:
 
     Attributes:
         name: name of the head, such as `3.5`; no two heads of a model have the same.
-        layer, head: zero-based numbers of the head.
+        layer, head: zero-based number of the layer, and of the head in this layer.
         module: path of the attention module.
         kind: "self" or "cross" attention.
         role: name of the head's role; None if it is unknown.
@@ -48,9 +48,9 @@ class PageStatistic:
 
     Attributes:
         name: name of the statistic; no two statistics of one source have the same.
-        unit: its unit, such as "nats"; empty if there is none.
-        meaning: what it measures, in one sentence.
-        source: what it was measured on, such as "this text" or "profile".
+        unit: unit of the statistic, such as "nats"; empty if there is none.
+        meaning: what the statistic measures, in one sentence.
+        source: what the statistic was measured on, such as "this text" or "profile".
     """
 
     name: str
@@ -71,8 +71,13 @@ class Estimates(NamedTuple):
 
 @dataclass(frozen=True)
 class PageModel:
-    """Model on a page: its name, its heads, and the statistics of these heads. If a page compares two models, both have
-    the same heads.
+    """One model shown on an HTML page: its name, its heads, and the statistics of its heads. If a page compares two
+    models, both have the same heads.
+
+    Attributes:
+        name: name for display.
+        heads: the heads, in the order of `estimates`.
+        estimates: estimates of the page's statistics for each head.
     """
 
     name: str
@@ -86,7 +91,7 @@ class Picture:
 
     Attributes:
         source: the image as a `data:` address.
-        width, height: its size in pixels.
+        width, height: size of the image in pixels.
         boxes: for each token its patch as (left, top, width, height), in fractions of the image; None for a token
             that stands for no part of the image.
     """
@@ -109,7 +114,7 @@ class Side:
         line_starts: indices of the tokens before which the text has a line break.
         special: True at special tokens such as `[CLS]`.
         words: the words of the text.
-        word_of: index of each token's word; a word is a run of tokens.
+        word_of: for each token, the index in `words` of the word that the token is a part of.
         first_generated: index of the first token that the model generated; None if it generated none.
         picture: the image, if the tokens are its patches.
     """
@@ -150,8 +155,9 @@ class LargestWeights:
 
     Attributes:
         keys: keys of the largest weights, largest first.
-        weights: these weights; 0 where a query sees fewer keys.
-        totals: sum of each query's weights over all keys; below 1 if it sees no key, or if the head has a sink.
+        weights: weights of these keys; 0 where a query sees fewer keys.
+        totals: sum of each query's weights over all keys; below 1 if the query sees no key, or if the
+            head has a sink.
     """
 
     keys: Int[Tensor, "queries listed"]
@@ -204,7 +210,7 @@ class FocusScore:
     Attributes:
         model, head: index of the model, and of the head among its heads.
         share: mean share of attention on the words.
-        uniform: the same under uniform attention over the same keys.
+        uniform: mean share of uniform attention over the same keys on the words.
         error: standard error of `share - uniform` over texts; None for one text.
         p: p-value of the test that the difference is not positive, adjusted for the number of heads; None for one text.
         has_focus: True if the head has the focus, by the rule that the verdict states.
@@ -245,7 +251,7 @@ class Contents:
     Attributes:
         notes: sentences below the title, such as what was cut off.
         roles: the roles that occur, in the order of display.
-        statistics: the numbers of each head.
+        statistics: descriptions of the statistics that the page shows for each head.
         models: one model, or two that are compared.
         passages: texts or images; none for a page of tables alone.
         foci: words whose attention was measured.

@@ -117,9 +117,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file to write to; when the context ends without an error, it replaces the file `path`. The data is first
-    written to a temporary file in the same folder. Thus after a crash at any moment, `path` has either its old content
-    or the complete new one.
+    """Yield a file to write to. When the context ends without an error, the written file replaces the file `path`. The
+    data is first written to a temporary file in the same folder. Thus after a crash at any moment, `path` has either
+    its old content or the complete new one.
     """
     temporary = path.with_name(f"{path.name}.part")
     try:
@@ -141,8 +141,8 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sync(path: Path) -> None:
-    """Write a file, or the list of a folder's entries, from memory to disk. After a crash of the system, a file renamed
-    in such a folder is still there.
+    """Write a file, or the list of entries of a folder, from memory to disk. A file that was renamed in a folder,
+    before the folder was written in this way, still has its new name after a crash of the system.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -177,9 +177,10 @@ def require_new_folder(folder: str | Path, *, force: bool = False) -> Path:
 
 @contextmanager
 def new_folder(folder: str | Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield an empty folder to fill; when the context ends without an error, it becomes `folder`. `require_new_folder`
-    states when an existing folder may be replaced. Even after a crash, `folder` is complete or does not exist. The
-    files are written to a hidden folder next to it, which is removed at the end or, after a crash, by the next call.
+    """Yield an empty folder to fill. When the context ends without an error, the filled folder is moved to `folder`.
+    `require_new_folder` states when an existing folder may be replaced. Even after a crash, `folder` is complete or
+    does not exist. The empty folder is inside a hidden folder next to `folder`. The hidden folder is removed at the end
+    or, after a crash, by the next call.
     """
     target = require_new_folder(folder, force=force)
     created = [parent for parent in target.parents if not parent.exists()]

@@ -8,7 +8,7 @@ x (batch, length, embed)
     | each layer    x + attention(norm(x)),  x + mlp(norm(x))        Zhang and Sennrich 2019, Shazeer 2020
     | norm
     | product with the embedding matrix       (batch, length, vocabulary)
-    | or a classifier, averaged over tokens   (batch, classes)
+    | or class logits of each token, averaged over tokens   (batch, classes)
 """
 
 import math
@@ -41,11 +41,15 @@ WEIGHT_STD = 0.02
 root of their number (Radford et al. 2019)."""
 
 MAX_COMMON_MULTIPLE = 96
-"""Largest common multiple of the numbers of heads to which the width of a model is rounded."""
+"""Largest step of the widths of models. A width is rounded to a multiple of twice the least common multiple of the
+numbers of heads, so that every number of heads divides it. If this step exceeds 96, the width is rounded to an even
+number only.
+"""
 
 WIDTH_PER_LAYER = 40
-"""embed_dim / layers of a model of which only the number of parameters is given. GPT-2 small has 64; deeper models have
-less."""
+"""Width of a model divided by its number of layers, if only the number of parameters is given. For GPT-2 small this
+ratio is 64; deeper models have a smaller one.
+"""
 
 DECODED_TOKENS = 48
 """Number of tokens that are decoded and timed."""
@@ -152,9 +156,9 @@ class Transformer(nn.Module):
         caches: Sequence[Cache] | None = None,
     ) -> Float[Tensor, "batch length vocabulary"] | Float[Tensor, "batch classes"]:
         """Return the vocabulary logits of every token (batch, length, vocabulary) or, for a classifier, the class
-        logits of every sequence (batch, classes). `attention_mask` is 0 at padding, which must be on the right,
-        otherwise 1. `caches`, one per layer, contain the keys and values of earlier tokens; those of `input_ids` are
-        appended to them.
+        logits of every sequence (batch, classes). `attention_mask` is 0 at padding, which must be on the right, and 1
+        at other tokens; it is None if no sequence has padding. `caches`, one per layer, contain the keys and values of
+        earlier tokens. The keys and values of the tokens `input_ids` are appended to the caches.
         """
         is_token = None if attention_mask is None else attention_mask.bool()
         x = self.embed_tokens(input_ids)
@@ -190,7 +194,7 @@ class TransformerLayer(nn.Module):
         cache: Cache | None = None,
     ) -> Float[Tensor, "batch length embed"]:
         """Return the output of this layer: `x` after self-attention and MLP. No token attends to padding, where
-        `is_token` is False.
+        `is_token` is False. If `is_token` is None, no sequence has padding.
         """
         mask = None if is_token is None else dense(is_token[:, None, None, :])
         x = x + self.self_attn(self.input_layernorm(x), mask=mask, cache=cache)
@@ -214,7 +218,9 @@ class SwiGLU(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """Output layer of a sequence classifier: class logits of each token, averaged over the tokens of a sequence."""
+    """Output layer of a sequence classifier: it computes class logits for each token, and averages them over the tokens
+    of a sequence.
+    """
 
     def __init__(self, embed_dim: int, classes: int) -> None:
         super().__init__()
@@ -224,7 +230,9 @@ class ClassifierHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length embed"], is_token: Bool[Tensor, "batch length"] | None
     ) -> Float[Tensor, "batch classes"]:
-        """Return the class logits of each sequence: the mean over its tokens, where `is_token` is True."""
+        """Return the class logits of each sequence: the mean of the class logits of its tokens. Padding, where
+        `is_token` is False, does not count. If `is_token` is None, no sequence has padding.
+        """
         logits: Tensor = self.classifier(F.gelu(self.dense(x)))
         if is_token is None:
             return logits.mean(1)
@@ -256,7 +264,9 @@ def cache_bytes_per_token(model: nn.Module) -> float:
 
 
 POSITIONS_FACTOR = 4
-"""Positions in the saved configuration, as a multiple of the training context; rotary positions have no limit."""
+"""Largest number of positions in the saved configuration, as a multiple of the number of tokens of a training sequence.
+Rotary positions themselves have no limit.
+"""
 
 
 def save_model(

@@ -229,9 +229,9 @@ def rolled_out(
 
 
 def _means(sums: "LayerSums", site: SiteKey, sequences: int) -> SequenceValues:
-    """Divide the sums of an attention module's statistics by the number of queries, and return the mean for each
-    sequence, on the CPU. Statistics of the layer have the names in `LAYER_STATISTICS`. Statistics of its heads have the
-    names of columns of the table `Rollout`.
+    """Return the mean of each statistic of an attention module for each sequence, on the CPU: its sum over queries,
+    divided by the number of queries. Statistics of the layer have the names in `LAYER_STATISTICS`. Statistics of its
+    heads have the names of columns of the table `Rollout`.
     """
     assert sums.rows is not None
     if len(sums.rows) != sequences:
@@ -249,22 +249,24 @@ STATE_BYTES = 2**26
 """Largest size of the columns that one run carries through the layers."""
 
 ROWS = "rows"
-"""Name of the numbers of queries that count for each head."""
+"""Name of the entry of `LayerSums.direct` that has, for each head, the number of queries that count."""
 
 LAYER_STATISTICS = (*ROLLOUT_STATISTICS, "entropy")
-"""Statistics of the rollout of a layer."""
+"""Names of the statistics of the rollout of a layer."""
 
 
 @dataclass
 class LayerSums:
-    """Sums of the statistics of one layer and its heads over the queries of each sequence, in float64. Each attribute
-    maps the name of a statistic to its sums.
+    """Sums of the statistics of one layer and its heads over the queries of each sequence, in float64. The dictionaries
+    map the name of a statistic to its sums.
 
     Attributes:
-        of_layer: sums of the statistics of the rollout of the layer.
-        rolled, direct: sums of those of each head's attention, rolled out over the layers below, and alone. `direct`
-            also has the number of queries that count, by the name `ROWS`.
-        rows: number of queries that count.
+        of_layer: sums of the statistics of the layer's rollout.
+        rolled: sums of the statistics of each head's rolled-out attention: its attention weights times the rollout of
+            the layers below.
+        direct: sums of the statistics of each head's attention weights themselves. The entry `ROWS` has the number of
+            queries that count.
+        rows: number of queries that count in the statistics of the layer.
     """
 
     of_layer: dict[str, Float[Tensor, " batch"]] = field(default_factory=dict)
@@ -274,11 +276,11 @@ class LayerSums:
 
 
 class RolloutRun(LayerReader):
-    """Interceptor that computes the attention rollout of a batch in one run of the model. The run covers the tokens
-    from `start` on, as many as fit into memory, and adds their statistics to `sums`.
+    """Interceptor that computes the attention rollout of a batch in one run of the model, for the tokens from `start`
+    on, as many as fit into memory. It adds the statistics that depend on these tokens to `sums`.
 
-    For the entropy, these tokens are the attended ones. For attention on the query itself and for distances, they are
-    the queries.
+    For the entropy, these tokens are the input tokens to which rolled-out attention goes. For attention on the query
+    itself and for distances, they are the queries.
     """
 
     def __init__(
@@ -305,9 +307,15 @@ class RolloutRun(LayerReader):
 
 @dataclass
 class _Columns:
-    """State of the attention rollout during a run: the rollout matrix of the layers so far, multiplied by some columns.
-    Each token in `tokens` has two columns: its column of the identity matrix, and the distance of every token to it.
-    Three further columns are 1 at first tokens, at special tokens, and at all tokens.
+    """State of the attention rollout while the model runs: the rollout matrix of the layers so far, multiplied by a
+    matrix of some columns. The latter has two columns for each token in `tokens`: the token's column of the identity
+    matrix, and the distance of every token to this token. Its last three columns are 1 at first tokens, at special
+    tokens, and at all tokens.
+
+    Attributes:
+        tokens: indices of the tokens that have two columns each.
+        values: the product of the rollout matrix and the columns.
+        has_special: True if the special tokens are known.
     """
 
     tokens: range
@@ -316,8 +324,8 @@ class _Columns:
 
     @staticmethod
     def of(row_block: RowBlock, context: CallContext, start: int) -> "_Columns":
-        """Return the columns at the input of the first layer, where the rollout matrix is the identity. They cover the
-        tokens from `start` on, as many as fit into memory.
+        """Return the columns at the input of the first layer, where the rollout matrix is the identity. The columns
+        belong to the tokens from `start` on, as many as fit into memory.
         """
         grid, powers = row_block.grid, row_block.powers
         token_bytes = 2 * 2 * powers.element_size() * grid.batch * grid.queries  # with the columns of the next layer
@@ -351,8 +359,9 @@ def _is_first(grid: Grid, context: CallContext, positions: Int[Tensor, "batch to
 
 
 class _Layer:
-    """One layer during a run. It collects the mean over heads of its attention weights times the rollout columns of the
-    layers below.
+    """One layer of the model while attention rollout is computed. `add` accumulates the layer's attention weights,
+    averaged over heads, times the rollout of the layers below. From this product, `finish` computes the rollout of this
+    layer. Only some columns of these matrices, those in `_Columns`, are computed in one run of the model.
     """
 
     def __init__(self) -> None:
@@ -361,8 +370,8 @@ class _Layer:
         self._eps = 0.0
 
     def add(self, row_block: RowBlock, columns: _Columns, sums: LayerSums) -> None:
-        """Multiply the attention weights of a block (some query rows of some heads) by the rollout columns of the
-        layers below. Add the products to the layer's mean over heads, and the statistics of each head to `sums`.
+        """Multiply the attention weights of a block (some query rows of some heads) by `columns`, the rollout of the
+        layers below. Add the products to this layer's mean over heads, and the statistics of each head to `sums`.
         """
         grid, tile, before = row_block.grid, row_block.tile, columns.values
         if self._product is None or self._counted is None:
@@ -410,8 +419,8 @@ class _Layer:
                 add(sums.direct, "special", row_block.feature_sums["special"])
 
     def finish(self, columns: _Columns, residual: float, sums: LayerSums, path: str) -> None:
-        """Replace the rollout columns of the layers below by those that include this layer and its residual connection.
-        Add the statistics of the layer's rollout to `sums`.
+        """Update `columns` from the rollout of the layers below to the rollout that includes this layer and its
+        residual connection. Add the statistics of this layer's rollout to `sums`.
         """
         assert self._product is not None
         assert self._counted is not None

@@ -67,7 +67,7 @@ class NameMovers(HeadTable[HeadRow]):
     COLUMNS = (
         Column("attention_indirect", "Weight from the last token to the name of the indirect object.", "share"),
         Column("attention_subject", "Weight from the last token to both occurrences of the subject's name.", "share"),
-        Column("preference", "Difference between these two weights.", is_signed=True, is_tested=True),
+        Column("preference", "Difference attention_indirect - attention_subject.", is_signed=True, is_tested=True),
         Column(
             "logit",
             "What the head adds directly to the logit of the indirect object minus that of the subject.",
@@ -141,8 +141,8 @@ def name_movers(
     that must follow the prompt, and raises the logit of this name. `NameMovers` defines the columns and the tests.
 
     The model reads prompts such as "When Mary and John walked home from the bakery, John handed a warm loaf to". A name
-    mover attends from the last token to the name that follows (Mary) more than to the other one, and raises its logit.
-    A negative name mover attends in the same way, and lowers the logit.
+    mover attends from the last token to the name that follows (Mary) more than to the other name, and raises the logit
+    of Mary. A negative name mover attends in the same way, and lowers this logit.
 
         model, tokenizer = hw.load("smollm2", lm_head="causal")
         movers = hw.name_movers(model, tokenizer)

@@ -48,9 +48,9 @@ class Retrieval(HeadTable[HeadRow]):
     answer to a question. The score is the share of the answer's tokens that the head copies from the text while the
     model repeats the answer.
 
-    A text hides a needle, whose answer consists of the tokens at the places N. The model repeats it after a question.
-    At the step that produces token w, a head copies place j of N if j is the key with the largest attention weight of
-    the last token, and the token at j is w. The score of a head on a text is
+    A text hides a needle, whose answer consists of the tokens at the places N. The model repeats the answer after a
+    question. At the step that produces token w, a head copies place j of N if j is the key with the largest attention
+    weight of the last token, and the token at j is w. The score of a head on a text is
 
         score  number of places of N that the head copies in some step / number of places of N
 

@@ -340,8 +340,9 @@ class Integrated(GradientMethod):
             whole_number("most_steps", self.most_steps, least=self.steps)
 
     def differentiate(self, gates: GateTensors, batch: dict[str, Any], progress: GradientProgress) -> Derivatives:
-        """Return the derivatives of each example's loss, integrated over gate values from 0 to 1. Add to `progress`
-        sums over examples of the scores, of the effects of removing all heads, and of their differences.
+        """Return the derivatives of each example's loss with respect to the gates, integrated while all gates rise
+        together from 0 to 1. Add to `progress` sums over examples of the scores, of the effects of removing all heads,
+        and of their differences.
         """
         moved, examples = gates.start_batch(batch)
         without, whole = (gates.losses_at(value, moved, examples).detach().double().cpu() for value in (0.0, 1.0))

@@ -12,18 +12,18 @@ from headwise.attention.tensors import PerHead, PerRow
 
 
 class OnlyFirstDerivative(torch.autograd.Function):
-    """Base class for the backward passes of attention. They are autograd functions themselves, so that differentiating
-    them again raises `RuntimeError`. Otherwise, a second derivative would silently be 0.
+    """Base class for the backward passes of attention, which are autograd functions themselves. Differentiating such a
+    backward pass again raises `RuntimeError`. Without this class, a second derivative would silently be 0.
 
     Attributes:
-        attention: kind of attention, such as "fused attention", for the error.
+        attention: kind of attention, such as "fused attention", for the error message.
     """
 
     attention: ClassVar[str]
 
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save the kind of attention alone, for the error that `backward` raises."""
+        """Save the kind of attention, which the error message of `backward` names, and nothing else."""
         ctx.attention = cls.attention
 
     @staticmethod
@@ -42,13 +42,18 @@ def refuse_second_derivative(attention: str) -> NoReturn:
 
 
 class SinksGradient(OnlyFirstDerivative):
-    """Gradient of the sink logits. A head's sink is one more score in the softmax, without a value vector: it takes a
-    part of the weights of each row, and so makes the output smaller. Its logit is a term of the log-sum-exp.
+    """Gradient of the loss with respect to the sink logits. The sink of a head is one more score in the softmax of each
+    query row, without a value vector: it takes a part of the weight of the row, and so makes the output smaller. Its
+    score, the sink logit, is also a term of the log-sum-exp of the row.
 
-    The rounding error of a log-sum-exp would be one of the weight, so shifts and sums are used. Where the inverse of
-    the sum is tiny, the sink has all weight of the row, and the log-sum-exp equals its logit.
+    This gradient depends on the weight of the sink in each row, which is exp(sink logit - log-sum-exp). A rounding
+    error of the log-sum-exp would be a relative error of this weight. So the log-sum-exp is computed again in float64,
+    from two numbers that the forward pass saves for each row: a shift and a sum. Only where the sum exceeds 10^30 is
+    the saved log-sum-exp used instead: there the sink has all weight of the row, and the log-sum-exp equals the sink
+    logit.
 
-    Differentiating this gradient raises an error: shifts and sums, on which it depends, have no gradient here.
+    Differentiating this gradient raises an error, because its derivatives with respect to the shifts and sums are not
+    implemented.
     """
 
     attention = "sinks"
@@ -57,11 +62,20 @@ class SinksGradient(OnlyFirstDerivative):
     def forward(
         deltas: PerRow, lse_gradient: PerRow | None, lse: PerRow, shifts: PerRow, inverse_sums: PerRow, sinks: PerHead
     ) -> PerHead:
-        """Return the gradient of the sink logits, from numbers of each query row. `deltas` is the dot product of the
-        output and the output's gradient, and `lse` is the log-sum-exp. `shifts` is the number that was subtracted from
-        the scores, in units of ln 2. `inverse_sums` is the inverse of the sum of 2^(shifted score), sink included.
+        """Return the gradient of the loss with respect to the sink logits, one number per head. It is a sum over
+        sequences and query rows: the weight of the sink in the row, times `lse_gradient` minus `deltas`.
 
-        The output must not be rounded to half precision: its rounding error would be one of this gradient.
+        Args:
+            deltas: for each query row, the dot product of the head output and the gradient of the loss with respect to
+                this output. The output must not be rounded to bfloat16 or float16 before, because its rounding error
+                would be an error of the result.
+            lse_gradient: gradient of the loss with respect to `lse`; None if the loss does not depend on `lse`.
+            lse: log-sum-exp of the scores of each row, the sink logit included. Rows in which it is -inf do not count.
+            shifts: for each row, the number that the forward pass subtracted from the scores after it had divided them
+                by ln 2.
+            inverse_sums: for each row, 1 / sum of 2^(score / ln 2 - shift), where the sum is over the keys and the
+                sink.
+            sinks: the sink logits.
         """
         upstream = -deltas.double() if lse_gradient is None else lse_gradient.double() - deltas
         inverse = inverse_sums.double()

@@ -86,13 +86,18 @@ class ByPosition(Mask):
 @dataclass(frozen=True)
 class Band(ByPosition):
     """Causal or sliding-window mask. The query at position p attends to the keys `{p - width + 1, ..., p + ahead}` or,
-    if `width` is None, to all keys up to `p + ahead`. With a dilation d above 1, it attends to `{p - (width - 1) d,
-    ..., p - d, p, p + d, ..., p + ahead d}` instead.
+    if `width` is None, to all keys up to `p + ahead`.
+
+    With a dilation d above 1, the query attends to the keys at
+
+        p - (width - 1) d, ..., p - d, p, p + d, ..., p + ahead d
+
+    or, if `width` is None, to all keys up to `p + ahead d` whose distance from p is a multiple of d.
 
     Attributes:
-        width: number of keys up to the query's own, which is among them; None for all keys before the query.
-        ahead: number of keys after the query.
-        dilation: distance between neighbouring keys of the set.
+        width: number of keys up to the query's position, which is among them; None for all keys before the query.
+        ahead: number of keys after the query's position.
+        dilation: distance d between the positions of neighbouring keys to which a query attends.
     """
 
     width: int | None
@@ -222,7 +227,7 @@ class Padding(Mask):
 
     Attributes:
         lengths: number of keys for each sequence, `(batch,)`.
-        side: of the padding.
+        side: side of the sequences at which the padding is, "right" or "left".
         bounded: whether a length above the number of keys is an error: True for padding, False for a prefix, which
             may be longer than the text so far.
         known_extremes: smallest and largest of `lengths`, if they were read when the mask was made; None otherwise.

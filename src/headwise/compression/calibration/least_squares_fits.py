@@ -142,8 +142,8 @@ class WeightChange(NamedTuple):
 
     Attributes:
         left: first factor of the change of the weight, which is `-left @ right`.
-        right: second factor.
-        centre: input whose output the change of the bias keeps the same.
+        right: second factor of the change of the weight.
+        centre: input for which the changed projection has the same output as before, since the bias changes, too.
     """
 
     left: Float[Tensor, "out block"]
@@ -151,8 +151,9 @@ class WeightChange(NamedTuple):
     centre: Float[Tensor, " width"]
 
     def added_error(self, residual: Float[Tensor, "out width"], moments: OutputMoments) -> float:
-        """Return by how much this change of a projection's weights increases the squared error, summed over tokens.
-        `residual` is the sum over tokens of `r (x - centre)^T`, where r is the error before the change.
+        """Return by how much this change of a projection increases its squared error, summed over tokens. `residual` is
+        the sum over tokens of `r (x - centre)^T`, where x is the input of the projection, and r is the target minus the
+        output before the change.
         """
         mapped, centre, x = self.right @ moments.xx, self.right @ self.centre, self.right @ moments.x
         outer = torch.outer(centre, x)
@@ -166,8 +167,10 @@ class BlockRemoval(NamedTuple):
     weight and bias.
 
     Attributes:
-        error: the mean squared error of the targets that it adds, in units of the mean of `|y|^2`.
-        changes: change of the projection by fold whose tokens it was not fitted to.
+        error: increase of the mean squared difference between outputs and targets, in units of the mean of `|y|^2`,
+            where y is a target.
+        changes: change of the projection for each fold. The change of a fold was fitted without the tokens of this
+            fold.
     """
 
     error: float
@@ -177,8 +180,8 @@ class BlockRemoval(NamedTuple):
 def _changes(
     fit: Fit, blocks: Sequence[Int[Tensor, " block"]], kept: Int[Tensor, " kept"], centre: Float[Tensor, " width"]
 ) -> Iterator[WeightChange]:
-    """Yield, for each block of input columns, how a fitted projection changes if the block is removed. The remaining
-    columns are then fitted again to the same data.
+    """Yield, for each block of input columns, how a fitted projection changes if the block is removed and the weights
+    of the remaining columns are fitted again to the same data.
     """
     place = torch.full((len(centre),), -1)
     place[kept] = torch.arange(len(kept))
@@ -191,11 +194,12 @@ def _changes(
 
 
 class FoldedMoments:
-    """Sums over tokens of the inputs and targets of one output projection, kept apart by cross-validation fold. From
-    them, the projection is fitted again without some of its input columns.
+    """Data for fitting one output projection again without some of its input columns, such as those of removed heads:
+    one `OutputMoments` for each cross-validation fold. An `OutputMoments` has sums over tokens of the inputs of the
+    projection, of the outputs that it should have (the targets), and of the products of both.
 
     Attributes:
-        folds: moments by fold.
+        folds: sums over the tokens of a fold, by the number of the fold.
     """
 
     def __init__(self, path: str, weight: Float[Tensor, "out width"], has_bias: bool) -> None:
@@ -210,7 +214,9 @@ class FoldedMoments:
             self.folds[fold] = self.folds[fold] + moments if fold in self.folds else moments
 
     def checked(self) -> "FoldedMoments":
-        """Return this object. Raise `InputError` if its sums are not finite, or do not come from at least two folds."""
+        """Return this object after a check of its sums. Raise `InputError` if they are not finite, or if there are
+        fewer than two folds.
+        """
         expected = f"texts for which inputs and outputs of {self._path} are finite numbers"
         if not self.folds:
             raise InputError("calibration", expected=expected, got="padding alone")
@@ -249,9 +255,10 @@ class FoldedMoments:
         self, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"]
     ) -> list[BlockRemoval]:
         """Return, for each block of input columns, the effect of its removal in addition to the columns `removed`. The
-        remaining columns are then fitted again to the targets, and errors are measured on the fold that a fit leaves
-        out. All blocks use the ridge damping with the lowest sum of errors. If the block h is removed, the weight W
-        changes by `-W_h [(C^-1)_hh]^-1 (C^-1)_h`, where C is the damped `E[x x^T]` of the columns before the removal.
+        weights of the remaining columns are then fitted again to the targets, and errors are measured on the fold that
+        a fit leaves out. All blocks use the ridge damping with the lowest sum of errors. If the block h is removed, the
+        weight W changes by `-W_h [(C^-1)_hh]^-1 (C^-1)_h`, where C is the damped `E[x x^T]` of the columns before the
+        removal.
 
         Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
         """

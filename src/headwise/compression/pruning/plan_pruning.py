@@ -90,17 +90,18 @@ def plan_pruning(
         scores: a table of heads, such as `hw.ablate` and `hw.importance` return; a function that returns such a table
             for the model without some heads, which it receives as gates `{(layer, head): 0.0}`; or scores of
             `hw.LeastSquaresScores`, `hw.AblationScores`, `hw.ImportanceScores` or `hw.MagnitudeScores`. Least squares
-            without a loss makes several plans. The one is returned whose model differs least from the dense model on
-            held-out calibration data.
+            without a loss makes several plans, and the plan is returned whose model differs least from the dense model
+            on held-out calibration data.
         keep: share of the heads that remain, above 0 and at most 1.
         constraint: "uniform", "groups" or "free"; see this module's docstring.
-        rounds: number of rounds in which heads are removed; before each, the remaining ones are scored again. By
+        rounds: number of rounds in which heads are removed; before each round, the remaining heads are scored again. By
             default 8 for a function, ablation and importance, one for each removal for least squares, and 1 for
             magnitude and for a table, which cannot be scored again.
         statistic: statistic of the table that is the score; by default the one that its plots show.
-        model: the model, from which the plan learns what can load the result. With scores of headwise that read data,
-            it is also verified on these that the model without the heads returns the same as with outputs of 0 from
-            them. Scores of a table have no data: `hw.prune` verifies it on calibration data.
+        model: the model. The plan then also states what can load the pruned model. If the scores are objects of
+            headwise that read data, the function also verifies on this data that the model without the removed heads
+            returns the same as the model in which the outputs of these heads are 0. Scores of a table have no data;
+            `hw.prune` verifies the same on calibration data.
         progress: show a progress bar on standard error.
 
     Returns:
@@ -185,9 +186,15 @@ def _rounded(number: float) -> int:
 def _remove_in_rounds(
     scores: UnitScores, pools: Sequence[tuple[list[Unit], int]], rounds: int | None, *, shown: bool
 ) -> tuple[frozenset[Head], int]:
-    """Remove the units (sets of heads) with the lowest scores from each pool, until the stated number of units remains
-    in the pool. Units are removed in rounds, and are scored again before each round. At least one unit remains in each
-    layer. Return the removed heads and the number of rounds.
+    """Remove the units (sets of heads that are removed together) with the lowest scores from each pool, until as many
+    units remain as `pools` states for this pool. Units are removed in rounds, and are scored again before each round.
+    At least one unit remains in each layer. Return the removed heads and the number of rounds.
+
+    Args:
+        scores: scores of the units.
+        pools: for each pool, its units and the number of units that remain.
+        rounds: number of rounds; None to remove one unit per round.
+        shown: True to show a progress bar.
     """
     excess = max((len(units) - keep for units, keep in pools), default=0)
     rounds = min(excess, excess if rounds is None else rounds)

@@ -75,18 +75,20 @@ def compression_report(
     """Compare a compressed model with its dense original on held-out data: sizes, times, losses, and the agreement of
     generated text.
 
-    The models run in turns. A time is a median over rounds, and its ratio the median of the ratios of each round.
-    Standard errors of losses and agreement are clustered by document. What cannot be measured is named in the notes. If
-    the interval of the ratio of a time is not below 1, a warning and the report name the row.
+    Each time is measured in rounds, in which the two models run in turns. The report has the median time of each model
+    over the rounds, and the median over the rounds of the ratio of their times. Standard errors of losses and agreement
+    are clustered by document. The notes of the report name what cannot be measured. If the interval of the ratio of a
+    time is not below 1, a warning and the report name the row.
 
     Args:
         dense: the model before the compression.
-        compressed: the model after it, on the same device.
+        compressed: the model after the compression, on the same device.
         dataset: held-out data: `Texts`, or an iterable of batches, each a tensor or a mapping of the models' arguments.
             Only `Texts` state documents; otherwise each example counts as a document.
         loss: function `(model, batch) -> (batch,)`; None to compare the outputs by their cosine.
-        prompt: number of tokens of the prompt that is timed; generated text continues as many of a sequence.
-        new_tokens: number of tokens that are decoded, at least 2; the bytes of the cache per token are those of these.
+        prompt: number of tokens of the prompts that are timed, and of the prompts that generated text continues.
+        new_tokens: number of tokens that are decoded after a prompt, at least 2. The bytes of the cache per token are
+            measured on these tokens.
         batches: numbers of sequences in a batch for the times.
         rounds: number of paired runs for each time, at least 6.
         tokenizer: the models' tokenizer, which limits the number of tokens and states the token that ends a text; by
@@ -164,9 +166,10 @@ class _Parts:
             self.notes.append("the data do not state documents: each example counts as one")
 
     def _attention_paths(self) -> list[list[str]]:
-        """Return one list of module paths for the dense and one for the compressed model. A list has the modules that
-        compute attention, and their output projections if these are elsewhere, as in BERT. No listed module contains
-        another listed one. If attention of some modules cannot be observed, add a note and return two empty lists.
+        """Return two lists of module paths, one for the dense and one for the compressed model. Each list has the
+        modules that compute attention, and their output projections if these are elsewhere, as in BERT. No listed
+        module contains another listed one. If the attention of some modules cannot be observed, in either model, add a
+        note to the report and return two empty lists: the report then has no parameters and times of attention.
         """
         batch = self._data.call_inputs(1, self._prompt) if self._data.sequences else self._data.batches[0]
         paths_of_models = []

@@ -188,7 +188,9 @@ def streaming_mask(width: int, first: int) -> Mask:
 
 
 class HeadKeys(NamedTuple):
-    """Keys and values that some of a module's heads attend to in one call.
+    """Keys and values that a group of heads of one attention module attends to in one call. A module has two groups,
+    the streaming heads and the other heads, because these attend to different numbers of keys: a cache stores only the
+    first tokens and a window of recent ones for streaming heads, and all tokens for the others.
 
     Attributes:
         keys: the keys.
