@@ -27,6 +27,7 @@ from headwise.intercept.output_use import (
     may_hide_heads,
 )
 from headwise.intercept.overwritten_outputs import before_overwriting, overwritten_tensor
+from headwise.intercept.plans import Step
 from headwise.intercept.refusals import (
     HEADS_SEPARATE,
     HEADS_UNKNOWN,
@@ -59,14 +60,14 @@ def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
     return tensor if changed is None else changed
 
 
-def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins) -> None:
+def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins, step: Step) -> None:
     """Follow the output of an attention call that was already reported to the interceptors. The report is withdrawn if
     the model adds the output to another one, or reorders its heads, before the output projection. `origins` are the
-    sources of the queries, keys and values.
+    sources of the queries, keys and values, and `step` is the call as it is recorded for a plan.
     """
     call_stack.lineage.set_attended(out, origins)
     others = set(range(1, out.ndim)) - {axes.value, *axes.queries}
-    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins, *others)
+    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins, *others, place=step.place)
     call_stack.attention.outputs.set(out, [FollowedOutput(output, axes_of(out.shape), None)])
 
 
