@@ -154,7 +154,9 @@ class CallContexts(threading.local):
             return self._read_with_positions(call, memory)
         if are_new and not self._stated.by_path:  # the result depends on nothing else of this layer
             inputs = (received, facts, call.tokens, call.padding, grid, call.appended_keys)
-            located = self._model_call.results.of(lambda: self._located(call, received, facts, None), "located", *inputs)
+            located = self._model_call.results.of(
+                lambda: self._located(call, received, facts, None), "located", *inputs
+            )
         else:
             located = self._located(call, received, facts, memory)
         if located is None:

@@ -257,9 +257,7 @@ def handlers_of_call(
     is_observed = is_observed and grid.batch * grid.heads * grid.queries * grid.keys > 0
     planned, unobserved = None if step is None else step.planned, why_not_observed(grid.device)
     following = call_stack.following
-    sources = (
-        _input_sources(origins) if planned is None or following is None else following.sources_of(planned, grid)
-    )
+    sources = _input_sources(origins) if planned is None or following is None else following.sources_of(planned, grid)
     if unobserved is not None or step is None:
         must_trace(module_calls)
     for module_call in _innermost_of_each_interceptor(module_calls):
@@ -274,7 +272,9 @@ def handlers_of_call(
             site = planned.site
             module_call.parts.add_self_attention(planned.key_maps)
             for weights in planned.weights:
-                interceptor.on_projected(module_call.path, [each for weight in weights if (each := weight()) is not None])
+                interceptor.on_projected(
+                    module_call.path, [each for weight in weights if (each := weight()) is not None]
+                )
         call = Call(
             site,
             layer_number_of(module_call.module),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.kinds import Dense
-from headwise.intercept.attention_output import AttentionOutput, innermost_calls, report_unreadable
+from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import axes_of
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
@@ -22,7 +22,7 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import PRODUCTS, Contraction, Label, contraction_of
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
-from headwise.intercept.module_call import ModuleCall, must_trace
+from headwise.intercept.module_call import ModuleCall, innermost_calls, must_trace, report_unreadable
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask

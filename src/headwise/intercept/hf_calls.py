@@ -36,8 +36,8 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.output_tracking import follow_reported
-from headwise.intercept.plans import CallFacts
 from headwise.intercept.patches import Patches, Replacement
+from headwise.intercept.plans import CallFacts
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.scores_behind_weights import scores_behind
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
@@ -290,7 +290,8 @@ def _intercepted_call(call: HFCall) -> Any:
     is_replaced = implementation == "sdpa" and (is_sdpa_foreign() or not _is_own_sdpa(call.attention))
     if is_replaced and not is_attention(read_problem, compute, compute_without_dropout):
         return compute().out.transpose(1, 2), *others
-    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins, keys=k, step=step)
+    sizes = grid, k.shape[1], v.shape[3]
+    handlers = handlers_of_call(*sizes, mask_source=mask_source, origins=origins, keys=k, step=step)
     if handlers.observations and implementation == "eager":
         with call_stack.paused():
             state = random_state(q.device)

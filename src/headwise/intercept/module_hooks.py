@@ -59,19 +59,23 @@ class ModuleHooks(UncopiedHooks):
         that interceptors change, return the changed arguments; otherwise None.
         """
         following = call_stack.following
-        if following is not None and self._path in following.plan.other_paths:
-            if not self._interceptor.needs_end_of(self._path):
-                return None
+        is_around = following is None or self._path not in following.plan.other_paths
+        if not is_around and not self._interceptor.needs_end_of(self._path):
+            return None
         interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
         if self.is_copy or self._interceptor not in interceptors:
             return None
-        with call_stack.paused():
-            changed: tuple[tuple[Any, ...], dict[str, Any]] | None = output_tracking.with_changes((args, kwargs))
+        changed: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        if call_stack.attention.may_change:
+            with call_stack.paused():
+                changed = output_tracking.with_changes((args, kwargs))
         args, kwargs = changed or (args, kwargs)
         is_outermost = all(call.interceptor is not self._interceptor for call in call_stack.module_calls)
-        names = (*self._argument_names, *map(str, range(len(self._argument_names), len(args))))
+        names = self._argument_names
+        if len(args) > len(names):
+            names = (*names, *map(str, range(len(names), len(args))))
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        _push(ModuleCall(self._interceptor, self._path, module, arguments, self._stated, self._parts))
+        _push(ModuleCall(self._interceptor, self._path, module, arguments, self._stated, self._parts), interceptors)
         if call_stack.is_recomputing:
             return changed
         if is_outermost:
@@ -132,11 +136,11 @@ def has_foreign_hooks(module: nn.Module) -> bool:
     return any(not isinstance(getattr(hook, "__self__", None), ModuleHooks) for hook in hooks)
 
 
-def _push(module_call: ModuleCall) -> None:
-    """Push a module call onto this thread's call stack. If the stack was empty, also turn on the mode that intercepts
-    torch's functions in this thread.
+def _push(module_call: ModuleCall, interceptors: list[Interceptor]) -> None:
+    """Push a module call onto this thread's call stack. If the stack was empty, also decide whether the call follows a
+    plan; otherwise turn on the mode that intercepts torch's functions in this thread. `interceptors` are those that
+    apply in this thread.
     """
-    interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
     for interceptor in {call.interceptor for call in call_stack.module_calls}.difference(interceptors):
         call_stack.end_module_calls(interceptor)  # its context was closed by another thread during the call
     if not call_stack.module_calls:

@@ -1,10 +1,10 @@
-"""Plans: what was derived about the attention of a model in one call, followed by later calls of the same kind.
+"""Plans of a model's attention, which are made when a call of the model is traced and followed by later calls.
 
-A first call of a model is traced: torch's function mode follows every tensor from the inputs to attention, and from
-there to the output projection. If functions that state their heads compute all of its attention, what was derived is
-kept as a `Plan`. A later call follows the plan, without the function mode, if its inputs are of the same kind and the
-modules of the model are as they were. Each of its attention calls must then have the place and the heads that the plan
-states; the mask, the padding and the token ids are read in every call.
+The first call of a model is traced: a torch function mode follows every tensor from the inputs to attention, and from
+there to the output projection. If functions that state their heads compute all attention of the model, the derived
+facts are kept as a `Plan`. A later call follows the plan, without the function mode, if its inputs are of the same kind
+and the modules of the model are unchanged. Each attention call must then have the place and the heads that the plan
+states. Mask, padding and token ids are read in every call.
 """
 
 from collections import Counter, OrderedDict
@@ -39,9 +39,6 @@ DEVICES = ("cpu", "cuda")
 
 _STATED = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types of inputs and of attributes of modules that are compared by value."""
-
-_TENSORS = frozenset({Tensor, nn.Parameter})
-"""Types of attributes of modules that are not compared, as tensors do not decide how a module attends."""
 
 
 class Place(NamedTuple):
@@ -81,7 +78,7 @@ class CallFacts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlannedCall:
-    """Attention call that a plan states, with what was derived about it.
+    """Attention call that a plan states, with the facts that were derived about it.
 
     Attributes:
         facts: properties by which the call is recognised.
@@ -142,7 +139,7 @@ def are_in_order(tokens: ComparedTokens, grid: Grid) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What was derived about the attention of a model in a traced call.
+    """Facts about all attention of a model, which were derived in a traced call of the model.
 
     Attributes:
         calls: its attention calls, by place.
@@ -176,10 +173,8 @@ class Plan:
 
     @property
     def _stated_calls(self) -> dict[Place, tuple[Hashable, ...]]:
-        """What the plan states about each attention call."""
-        return {
-            place: (call.facts, call.site, call.sources, call.is_in_order) for place, call in self.calls.items()
-        }
+        """Statements of the plan about each attention call, without the weights of its projection."""
+        return {place: (call.facts, call.site, call.sources, call.is_in_order) for place, call in self.calls.items()}
 
 
 _PLANS: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Plan]] = WeakKeyDictionary()
@@ -232,7 +227,8 @@ class PlanKey(NamedTuple):
 
     def discard(self) -> None:
         """Remove the plan that a call has contradicted."""
-        _PLANS.get(self.model, {}).pop(self.kind, None)
+        if self.model in _PLANS:
+            _PLANS[self.model].pop(self.kind, None)
 
 
 def _add_kind(value: Any, kinds: list[Hashable], sizes: list[int], numbers: dict[int, int]) -> bool:
@@ -258,11 +254,16 @@ def _add_kind(value: Any, kinds: list[Hashable], sizes: list[int], numbers: dict
     return True
 
 
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+"""Names of the attributes that every module has."""
+
+
 class ModuleStates:
     """Reader of the state of a model's modules: what may decide how they attend.
 
-    It is the training mode, attributes such as numbers and flags, the modules inside, and the forward hooks. Modules of
-    torch without others inside, such as linear maps, are read for hooks alone.
+    It is the training mode, attributes such as numbers, flags and lists, those of the objects that a module holds, such
+    as its configuration, the modules inside, and the forward hooks. Modules of torch without others inside, such as
+    linear maps, are read for hooks alone.
 
     Attributes:
         model: the model.
@@ -274,7 +275,13 @@ class ModuleStates:
         self._written = [
             each for each in modules if each._modules or not type(each).__module__.startswith("torch.nn.modules.")
         ]
-        self._attributes = [vars(each) for each in self._written]
+        self._attributes = [(vars(each), [*vars(each).keys() - _OF_EVERY_MODULE]) for each in self._written]
+        held = [attributes[name] for attributes, names in self._attributes for name in names]
+        self._held = [
+            vars(each)
+            for each in {id(each): each for each in held}.values()
+            if hasattr(each, "__dict__") and not isinstance(each, nn.Module | Tensor | type) and not callable(each)
+        ]
         self._children = [each._modules for each in self._written]
 
     def read(self, interceptors: int) -> Hashable:
@@ -287,13 +294,30 @@ class ModuleStates:
             tuple([tuple(map(id, children.values())) for children in self._children]),
             tuple(
                 [
-                    value if type(value) in _STATED else id(value)
-                    for attributes in self._attributes
+                    value if type(value) in _STATED else _identity(value)
+                    for attributes, names in self._attributes
+                    for value in (len(attributes), attributes["training"], *map(attributes.get, names))
+                ]
+            ),
+            tuple(
+                [
+                    value if type(value) in _STATED else _identity(value)
+                    for attributes in self._held
                     for value in attributes.values()
-                    if type(value) not in _TENSORS
                 ]
             ),
         )
+
+
+def _identity(value: object) -> Hashable:
+    """Return what an attribute of a module is compared by, if not by its value. Tensors are not compared, as they do
+    not decide how a module attends.
+    """
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, list | tuple):
+        return tuple([each if type(each) in _STATED else id(each) for each in value])
+    return id(value)
 
 
 class Recording:

@@ -17,7 +17,6 @@ from headwise.statistics.moments import Clusters, RunningLargest, RunningMoments
 from headwise.statistics.registry import LARGEST
 from headwise.statistics.tally import Tally
 
-
 MOST_CALLS = 32
 """Largest number of attention calls of a site whose statistics wait to be merged."""
 
@@ -166,8 +165,9 @@ class _LatestCall(NamedTuple):
         """Return this call with the clusters of its sequences at its end. If `attends_again`, other calls may have
         values of the same sequences, which are not independent then.
         """
-        is_again = attends_again and self.clusters is not None
-        return self._replace(clusters=with_several_values(self.clusters)) if is_again else self
+        if not attends_again or self.clusters is None:
+            return self
+        return self._replace(clusters=with_several_values(self.clusters))
 
     @property
     def kind(self) -> Hashable:
@@ -187,7 +187,8 @@ class _LatestCall(NamedTuple):
         """Return calls of one kind as one call with the sequences of all."""
         if len(calls) == 1:
             return calls[0]
-        clusters = None if calls[0].clusters is None else torch.cat([each.clusters for each in calls])
+        known = [each.clusters for each in calls if each.clusters is not None]
+        clusters = torch.cat(known) if known else None
         return _LatestCall(Tally.joined([each.tally for each in calls]), clusters)
 
     def moments(self) -> dict[str, RunningMoments]:

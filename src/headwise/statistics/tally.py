@@ -224,7 +224,9 @@ class Tally:
             mean_names=first.mean_names,
             row_sums=torch.cat([each.row_sums for each in tallies if each.row_sums is not None], 2),
             other_sums={
-                name: tuple(torch.cat(parts) for parts in zip(*(each.other_sums[name] for each in tallies), strict=True))
+                name: tuple(
+                    torch.cat(parts) for parts in zip(*(each.other_sums[name] for each in tallies), strict=True)
+                )
                 for name in first.other_sums
             },
         )

@@ -13,8 +13,8 @@ namespace {
 
 // Sums in double precision of some of the numbers of each row, and how many rows were added; the largest of two further
 // numbers; and whether all rows are finite. Number `kRowStatistics` is the entropy divided by the logarithm of the
-// number of visible keys, in rows with more than one. Rows that see no key, or that `counted` leaves out, are not added,
-// nor are those in which `has_value`, (numbers, batch or 1, 1, queries), is false.
+// number of visible keys, in rows with more than one. Rows that see no key, or that `counted` leaves out, are not
+// added, nor are those in which `has_value`, (numbers, batch or 1, 1, queries), is false.
 std::tuple<Tensor, Tensor, bool> row_sums(Tensor rows, MaybeTensor counted, Tensor numbers, Tensor has_value) {
   require(rows, ScalarType::Float, "rows"), require(counted, ScalarType::Bool, "counted");
   require(numbers, ScalarType::Long, "numbers"), require(has_value, ScalarType::Bool, "has_value");
@@ -41,7 +41,9 @@ std::tuple<Tensor, Tensor, bool> row_sums(Tensor rows, MaybeTensor counted, Tens
     const float *visible = row(kVisibleKeys), *entropy = row(kEntropy);
     for (int64_t number : {int64_t(kEntropy), int64_t(kOutputNorm), int64_t(kWrittenNorm)})
       for (int64_t i = 0; i < queries; ++i) indicator += row(number)[i];
-    const auto counts = [&](int64_t i) { return visible[i] > 0 && (!is_counted || is_counted[sequence * queries + i]); };
+    const auto counts = [&](int64_t i) {
+      return visible[i] > 0 && (!is_counted || is_counted[sequence * queries + i]);
+    };
     for (int64_t n = 0; n < count; ++n) {
       const bool* defined = has + n * has_value.size(1) * queries + sequence * sequence_step;
       const bool is_evenness = which[n] == kRowStatistics;
