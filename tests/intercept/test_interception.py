@@ -68,8 +68,9 @@ def test_the_weights_of_every_call_are_those_of_eager_attention(name, implementa
     for weights, product, out, expected in zip(
         collector.weights, collector.products, collector.outputs, eager, strict=True
     ):
+        # The rounding of a score of 100 in float32 changes its weight by 6e-6 of it.
         torch.testing.assert_close(weights[rows], expected[rows], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(product.transpose(1, 2)[is_real], out.transpose(1, 2)[is_real])
+        torch.testing.assert_close(product.transpose(1, 2)[is_real], out.transpose(1, 2)[is_real], rtol=1e-4, atol=1e-5)
 
 
 class PlainAttention(nn.Module):

@@ -21,8 +21,9 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.in_place_changes import TensorVersions, share_memory
 from headwise.intercept.interceptor import Interceptor
-from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.module_call import ModuleCall, innermost_calls, report_unreadable
 from headwise.intercept.origin import CallOrigins
+from headwise.intercept.plans import Place
 from headwise.intercept.refusals import CHANGED_IN_PLACE, HEADS_CONTRADICT, HEADS_UNKNOWN
 
 
@@ -37,6 +38,7 @@ class AttentionOutput:
         module_calls: the running module calls, outermost first.
         origins: sources of the queries, keys and values.
         axis_of_heads: axis of the heads of an output that was reported; None for other outputs.
+        place: place of the call in the model's call, as it is recorded for a plan; None if it is not recorded.
 
     Attributes:
         shape: shape of the output.
@@ -62,6 +64,7 @@ class AttentionOutput:
         module_calls: list[ModuleCall],
         origins: CallOrigins,
         axis_of_heads: int | None = None,
+        place: Place | None = None,
     ) -> None:
         self.shape, self.axes, self.module_calls, self.axis_of_heads = tensor.shape, axes, module_calls, axis_of_heads
         self.merged: HeadLayout | None = None
@@ -72,7 +75,7 @@ class AttentionOutput:
         self.may_change = bool(changing) and source is not None
         self.is_established = self.is_reported = source is None
         self.is_lost = self.is_projected = False
-        self.origins = origins
+        self.origins, self._place = origins, place
         self.weights_id = object() if source is None else source.weights_id
         self._source = source
         self._tensor = None if source is None else tensor  # a reported output would be kept in memory by its own entry
@@ -117,6 +120,8 @@ class AttentionOutput:
         the interceptors.
         """
         self.is_projected = True
+        if self._place is not None and self.module_calls[0].recording is not None:
+            self.module_calls[0].recording.on_projected(self._place, weights)
         for innermost in innermost_calls(self.module_calls):
             innermost.interceptor.on_projected(innermost.path, weights)
 
@@ -316,18 +321,3 @@ def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
         return id(base), tensor.shape, tensor.stride(), tensor.storage_offset()
 
     return tensor is other or (type(tensor) is type(other) is Tensor and view(tensor) == view(other))
-
-
-def innermost_calls(module_calls: Iterable[ModuleCall]) -> Iterable[ModuleCall]:
-    """Return the innermost running module call for each interceptor (object that observes or changes attention) that
-    intercepts some of `module_calls`.
-    """
-    return {id(each.interceptor): each for each in module_calls}.values()
-
-
-def report_unreadable(module_calls: Iterable[ModuleCall], reason: str) -> None:
-    """Tell each interceptor (object that observes or changes attention) that the attention in its innermost running
-    module is not reported, and the reason.
-    """
-    for innermost in innermost_calls(module_calls):
-        innermost.interceptor.on_unreadable(innermost.path, reason)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +77,28 @@ class _ModelCall:
     results: SharedResults = field(default_factory=SharedResults)
 
 
+class _Located(NamedTuple):
+    """Tokens, padding and positions of a self-attention call whose queries were located among its keys.
+
+    Attributes:
+        first: index of the key that belongs to the first query's token.
+        continuation: earlier sequences that the call continues; None if it starts new ones.
+        real: which of its tokens are not padding.
+        history: tokens of the sequences at the end of the call.
+        context: the same for the statistics.
+        has_documents: True if the mask separates documents in some sequence.
+        lacks_sequences: True if it is unknown which earlier sequences the call continues.
+    """
+
+    first: int
+    continuation: Continuation | None
+    real: RealTokens
+    history: History
+    context: CallContext
+    has_documents: bool
+    lacks_sequences: bool
+
+
 class CallContexts(threading.local):
     """Reader that derives the tokens, padding and positions of every attention call of one model, in one thread. Layers
     whose calls have the same inputs get the same `CallContext` object.
@@ -125,24 +148,49 @@ class CallContexts(threading.local):
         with a cache does.
         """
         grid = call.grid
-        memory = None if call.sources.has_new_keys else self._memories.get((call.site, call.index))
+        are_new = call.sources.are_in_order and not call.sources.is_recurrent
+        memory = None if are_new or call.sources.has_new_keys else self._memories.get((call.site, call.index))
         if not grid.uses_default_positions:
             return self._read_with_positions(call, memory)
+        if are_new and not self._stated.by_path:  # the result depends on nothing else of this layer
+            inputs = (received, facts, call.tokens, call.padding, grid, call.appended_keys)
+            located = self._model_call.results.of(
+                lambda: self._located(call, received, facts, None), "located", *inputs
+            )
+        else:
+            located = self._located(call, received, facts, memory)
+        if located is None:
+            return self._read_without_positions(call, facts, memory)
+        if located.lacks_sequences:
+            self._on_left_out(call.site.path, UNKNOWN_SEQUENCES)
+        real, history, context, continuation = located.real, located.history, located.context, located.continuation
+        if not real.is_known:
+            self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
+        dropped = 0 if continuation is None else continuation.dropped
+        given = located.first if continuation is None or memory is None else memory.given
+        remembered = replace(history, has_documents=True) if located.has_documents else history
+        self._memories[call.site, call.index] = SiteMemory.of(grid, call.keys, remembered, dropped, given)
+        self._add_stream(call, real, history, continuation is not None, context.query_positions)
+        lacks_rows = located.lacks_sequences or not real.is_known
+        return ObservedCall(context, continuation is not None, dropped, lacks_rows=lacks_rows)
+
+    def _located(
+        self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None, memory: SiteMemory | None
+    ) -> "_Located | None":
+        """Return the tokens, padding and positions of a self-attention call. Return None if its queries cannot be
+        located among its keys. `memory` is the latest call of the same site, which this call may continue.
+        """
+        grid = call.grid
         first, continuation = own_key_of_first_query(call, received, facts, memory)
         if first is None:
-            return self._read_without_positions(call, facts, memory)
+            return None
         starts = not first or memory is None or call.is_aligned or memory.starts_again(first, call.keys)
-        lacks_sequences = continuation is None and not starts
-        if lacks_sequences:
-            self._on_left_out(call.site.path, UNKNOWN_SEQUENCES)
         before = continuation or Continuation(EMPTY, 0)
         stated = self._stated.of_call(call.site.path, grid, before.dropped + first)
         real = self._model_call.results.of(
             lambda: self._real_tokens(call, received, facts, before.dropped, first, stated),
             *("real", facts, received, call.padding, grid, before.dropped, first, stated),
         )
-        if not real.is_known:
-            self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
         history = self._model_call.results.of(
             lambda: self._history(call, before, first, real.keys),
             *("history", before.history, before.dropped, first, call.tokens, real.keys, grid),
@@ -151,12 +199,8 @@ class CallContexts(threading.local):
             lambda: self._context(call, received, facts, history, before.dropped, first, real.queries),
             *("context", facts, history, before.dropped, first, real.queries, grid, call.appended_keys),
         )
-        given = first if continuation is None or memory is None else memory.given
-        remembered = replace(history, has_documents=True) if separates_documents(context, grid) else history
-        self._memories[call.site, call.index] = SiteMemory.of(grid, call.keys, remembered, before.dropped, given)
-        self._add_stream(call, real, history, continuation is not None, context.query_positions)
-        lacks_rows = lacks_sequences or not real.is_known
-        return ObservedCall(context, continuation is not None, before.dropped, lacks_rows=lacks_rows)
+        has_documents, lacks_sequences = separates_documents(context, grid), continuation is None and not starts
+        return _Located(first, continuation, real, history, context, has_documents, lacks_sequences)
 
     def _read_without_positions(self, call: Call, facts: MaskFacts | None, memory: SiteMemory | None) -> ObservedCall:
         """Return the padding of a self-attention call whose queries cannot be located among its keys. Report that

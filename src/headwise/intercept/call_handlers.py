@@ -18,10 +18,11 @@ from headwise.intercept.attention_kind import attends_to_earlier_calls
 from headwise.intercept.call_site import site_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_functions import is_sdpa_foreign
-from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation
+from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
-from headwise.intercept.module_call import ModuleCall, tokens_and_padding
+from headwise.intercept.module_call import ModuleCall, must_trace, tokens_and_padding
 from headwise.intercept.origin import CallOrigins
+from headwise.intercept.plans import CallFacts, PlannedCall, Step, are_in_order
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.intercept.unreadable_tensors import why_not_observed
 from headwise.shapes import Float
@@ -231,6 +232,7 @@ def handlers_of_call(
     keys: Tensor | None = None,
     appended_keys: int = 0,
     is_aligned: bool = False,
+    step: Step | None = None,
 ) -> CallHandlers:
     """Report one attention call to the interceptors (objects that observe or change attention) of the models whose
     modules are among `module_calls`. Return the functions by which the interceptors observe or change the call. Within
@@ -247,15 +249,32 @@ def handlers_of_call(
         keys: the keys `(batch, kv_heads, keys, head_dim)`, or features of the values, if they are known.
         appended_keys: number of keys at the end that stand for no token.
         is_aligned: True if the call itself states the positions of its queries and keys.
+        step: the call as it is recorded for a plan, or as a plan states it; by default there is no plan for calls of
+            the model.
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
     handlers = CallHandlers([], [])
     is_observed = is_observed and grid.batch * grid.heads * grid.queries * grid.keys > 0
-    unobserved, sources = why_not_observed(grid.device), _input_sources(origins)
+    planned, unobserved = None if step is None else step.planned, why_not_observed(grid.device)
+    following = call_stack.following
+    sources = _input_sources(origins) if planned is None or following is None else following.sources_of(planned, grid)
+    if unobserved is not None or step is None:
+        must_trace(module_calls)
     for module_call in _innermost_of_each_interceptor(module_calls):
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
-        site = site_of_call(module_call, grid, origins)
+        if planned is None:
+            site = site_of_call(module_call, grid, origins)
+            if step is not None:
+                with call_stack.paused():
+                    _record(step, module_call, site, grid, sources, origins)
+        else:
+            site = planned.site
+            module_call.parts.add_self_attention(planned.key_maps)
+            for weights in planned.weights:
+                interceptor.on_projected(
+                    module_call.path, [each for weight in weights if (each := weight()) is not None]
+                )
         call = Call(
             site,
             layer_number_of(module_call.module),
@@ -280,6 +299,22 @@ def handlers_of_call(
         handlers.observations.extend([] if observation is None else [observation])
         handlers.changes.extend([] if change is None else [change])
     return handlers
+
+
+def _record(
+    step: Step, module_call: ModuleCall, site: SiteKey, grid: Grid, sources: InputSources, origins: CallOrigins | None
+) -> None:
+    """Record an attention call for a plan, with what was derived about it. There is no plan if something about the call
+    is derived from the tensors of each call, such as the order of its tokens.
+    """
+    recording, tokens = module_call.recording, sources.tokens
+    if recording is None or step.place is None:
+        return
+    is_in_order = tokens is not None and are_in_order(tokens, grid)
+    if site.part or sources.is_recurrent or (tokens is not None and not is_in_order):
+        recording.fail()
+    of_keys = frozenset() if site.cross or origins is None or origins.k is None else origins.k.maps
+    recording.add(step.place, PlannedCall(step.facts, site, sources._replace(tokens=None), is_in_order, of_keys))
 
 
 def _input_sources(origins: CallOrigins | None) -> InputSources:
@@ -323,6 +358,9 @@ def _answer_to_interceptors(problem: Problem, run: Callable[[Problem], Answer]) 
     let them observe the weights and change the output, and return the answer.
     """
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(problem))
+    step = call_stack.step(CallFacts.of("headwise.attend", problem.q, problem.k, problem.v))
+    if step is None:
+        return run(problem)
     origins = call_stack.origins_of(problem.q, problem.k, problem.v)
     handlers = handlers_of_call(
         problem.grid,
@@ -332,10 +370,12 @@ def _answer_to_interceptors(problem: Problem, run: Callable[[Problem], Answer]) 
         origins=origins,
         keys=problem.k,
         is_aligned=True,
+        step=step,
     )
     answer = handlers.answer(lambda: problem, lambda: run(problem), is_sdpa_foreign())
     out = handlers.changed(answer.out, lambda: uniform_output(problem), lambda: problem)
-    call_stack.lineage.set_attended(out, origins)
+    if origins is not None:
+        call_stack.lineage.set_attended(out, origins)
     return answer._replace(out=out)
 
 

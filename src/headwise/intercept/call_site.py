@@ -4,7 +4,7 @@ from headwise.attention.masks.grid import Grid
 from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention, may_be_cached
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.interceptor import SiteKey
-from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.module_call import ModuleCall, must_trace
 from headwise.intercept.origin import CallOrigins
 
 
@@ -20,6 +20,7 @@ def site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | Non
         module_call.stated.require_heads(grid.heads)
     is_cross = _is_cross(module_call, origins)
     if is_cross is None and not call_stack.is_recomputing:
+        must_trace([module_call])
         module_call.interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
     cross = is_cross is not False
     return SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))
@@ -39,6 +40,6 @@ def _is_cross(module_call: ModuleCall, origins: CallOrigins | None) -> bool | No
     is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
     if is_cross is None and origins is not None and may_be_cached(origins, call_stack.lineage):
         is_cross = False if module_call.parts.was_self_attention(origins) else None
-    if is_cross is False and origins is not None:
-        module_call.parts.add_self_attention(origins)
+    if is_cross is False and origins is not None and origins.k is not None:
+        module_call.parts.add_self_attention(origins.k.maps)
     return is_cross if module_call.stated is None else module_call.stated.resolved_cross(is_cross)

@@ -13,8 +13,10 @@ from headwise.intercept.attention_kind import query_and_key
 from headwise.intercept.followed_attention import FollowedAttention
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.lineage import Lineage
-from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.module_call import ModuleCall, report_unreadable
 from headwise.intercept.origin import CallOrigins, Origin
+from headwise.intercept.plans import OTHER_WAY, CallFacts, Following, ModuleStates, Step
+from headwise.intercept.unreadable_tensors import why_not_read
 
 
 @runtime_checkable
@@ -24,6 +26,8 @@ class Interception(Protocol):
     """
 
     interceptor: Interceptor
+    states: ModuleStates
+    has_statements: bool
 
     def __enter__(self) -> object:
         """Install the hooks and patches, unless they are installed already."""
@@ -73,6 +77,7 @@ class CallStack(threading.local):
         attention: scores, weights and outputs of attention, from their computation to their use.
         appended_keys: number of keys without a token that it appends to its keys.
         only_interceptor: the one interceptor that calls are reported to; None for all.
+        following: the plan that the running call of a model follows, without `torch_mode`; None while calls are traced.
         recomputed: while activation checkpointing repeats part of a forward pass in this thread, the interceptions of
             that forward pass, which are then the only ones; otherwise None.
     """
@@ -89,6 +94,7 @@ class CallStack(threading.local):
         self.attention = FollowedAttention()
         self.appended_keys = 0
         self.only_interceptor: Interceptor | None = None
+        self.following: Following | None = None
         self.recomputed: tuple[Interception, ...] | None = None
 
     @property
@@ -98,8 +104,36 @@ class CallStack(threading.local):
         """
         return bool(self.module_calls) and not self.is_paused
 
-    def origins_of(self, q: Tensor, k: Tensor, v: Tensor) -> CallOrigins:
-        """Return the origins (tensors on which they depend) of the queries, keys and values of an attention call."""
+    def reports_unreadable(self, tensor: Tensor) -> bool:
+        """Return True if a tensor of an attention call cannot be read. In this case, also report the running modules to
+        the interceptors as unreadable.
+        """
+        reason = why_not_read(tensor)
+        if reason is not None:
+            report_unreadable(self.module_calls, reason)
+        return reason is not None
+
+    def step(self, facts: CallFacts) -> Step | None:
+        """Return the attention call that happens now in the innermost running module, to be recorded for a plan, or as
+        the plan states it that is followed. Return None if the plan states no such call; the interceptors are then
+        notified that the module's attention is not read.
+        """
+        innermost = self.module_calls[-1]
+        if self.following is None:
+            recording = self.module_calls[0].recording
+            return Step(facts, None if recording is None else recording.place(innermost.path), None)
+        planned = self.following.next_call(innermost.path, facts)
+        if planned is None:
+            report_unreadable(self.module_calls, OTHER_WAY)
+            return None
+        return Step(facts, None, planned)
+
+    def origins_of(self, q: Tensor, k: Tensor, v: Tensor) -> CallOrigins | None:
+        """Return the origins (tensors on which they depend) of the queries, keys and values of an attention call.
+        Return None while a plan is followed, which states what would be derived from them.
+        """
+        if self.following is not None:
+            return None
         if self.torch_attention_origins is not None:
             return self.torch_attention_origins
         of_q, of_k, of_v = (self.lineage.origin(tensor, self.module_calls) for tensor in (q, k, v))
@@ -143,6 +177,8 @@ class CallStack(threading.local):
         """
         kept = [call for call in self.module_calls if interceptor is not None and call.interceptor is not interceptor]
         self.module_calls[:] = kept
+        if not kept:
+            self.following = None
         if not kept and self.torch_mode is not None:
             self.lineage.restart()
             self.attention = FollowedAttention()  # an exception may have left some

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from headwise.intercept.accelerated_modules import accelerated_modules
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.module_call import must_trace
 
 
 class InterceptedCheckpointFunction(CheckpointFunction):
@@ -45,6 +46,7 @@ class _Repeatable:
 
     def __init__(self, function: Callable[..., Any], is_first_call_forward: bool) -> None:
         self._function, self._is_forward = function, is_first_call_forward
+        must_trace(call_stack.module_calls)  # what is repeated is traced, with the origins of this call
         self._interceptions = call_stack.current_interceptions
         self._module_calls = [replace(call, call_counts=Counter(call.call_counts)) for call in call_stack.module_calls]
         self._torch_mode, self._only_interceptor = call_stack.torch_mode, call_stack.only_interceptor

@@ -38,6 +38,8 @@ class NumberedTokens(NamedTuple):
         results have different axes, so that the numbers cannot be compared.
         """
         one, other = self.numbers, others.numbers
+        if one is other and self.linear_map.shape == others.linear_map.shape:
+            return False
         if self.linear_map.shape != others.linear_map.shape or one.shape != other.shape:
             return False
         return bool(((one != other) & (one != 0) & (other != 0)).any())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.kinds import Dense
-from headwise.intercept.attention_output import AttentionOutput, innermost_calls, report_unreadable
+from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import axes_of
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
@@ -22,7 +22,7 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import PRODUCTS, Contraction, Label, contraction_of
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
-from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.module_call import ModuleCall, innermost_calls, must_trace, report_unreadable
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
@@ -41,7 +41,6 @@ from headwise.intercept.softmax_weights import (
     weights_among,
     weights_of,
 )
-from headwise.intercept.unreadable_tensors import reports_unreadable
 from headwise.shapes import Float
 
 SOFTMAX = F.softmax
@@ -74,7 +73,8 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
     is_comparison = is_attention or compares_activations(scores, dim)
     if not is_comparison and not module_calls[-1].is_attention:
         return
-    if reports_unreadable(scores):
+    must_trace(module_calls)
+    if call_stack.reports_unreadable(scores):
         return
     report_established()
     origin = call_stack.origin_of_scores(scores)

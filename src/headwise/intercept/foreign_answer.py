@@ -7,6 +7,7 @@ import torch
 from headwise.attention.autocast import without_autocast
 from headwise.attention.problem import Answer, Problem
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.module_call import report_unreadable
 from headwise.intercept.undropped import random_state_kept
 from headwise.shapes import Float
 from headwise.statistics.row_blocks import row_blocks_of_problem
@@ -37,8 +38,7 @@ def is_attention(
                     answer = compute_without_dropout()
             if _is_output(problem.without_dropout(), answer.out):
                 return True
-    for module_call in {id(call.interceptor): call for call in call_stack.module_calls}.values():
-        module_call.interceptor.on_unreadable(module_call.path, OTHER_OUTPUT)
+    report_unreadable(call_stack.module_calls, OTHER_OUTPUT)
     return False
 
 

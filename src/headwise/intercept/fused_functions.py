@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.intercept.function_call import FunctionCall
-from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.module_call import ModuleCall, report_unreadable
 
 NAME_PARTS = ("attention", "attn", "transformer_encoder_layer_fwd")
 """Parts of the names of fused attention functions of torch and of other libraries."""
@@ -21,8 +21,7 @@ def report_fused(call: FunctionCall, module_calls: list[ModuleCall]) -> None:
     if name is None or sum(_may_be_heads(argument) for argument in (*call.args, *call.kwargs.values())) < 3:
         return
     reason = f"attention of these modules by {name} cannot be read; call scaled_dot_product_attention"
-    for innermost in {id(module_call.interceptor): module_call for module_call in module_calls}.values():
-        innermost.interceptor.on_unreadable(innermost.path, reason)
+    report_unreadable(module_calls, reason)
 
 
 @cache

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import cache, lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -37,11 +37,11 @@ from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.output_tracking import follow_reported
 from headwise.intercept.patches import Patches, Replacement
+from headwise.intercept.plans import CallFacts
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.scores_behind_weights import scores_behind
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
 from headwise.intercept.undropped import call_without_dropout, random_state
-from headwise.intercept.unreadable_tensors import reports_unreadable
 
 READABLE = ("sdpa", "eager")
 """The implementations whose masks are tensors, so that a call can be stated as a `Problem`."""
@@ -228,22 +228,29 @@ def _replacements() -> Iterator[Replacement]:
 
     @wraps(dispatch)
     def get_interface(interface: Any, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        attention = dispatch(interface, implementation, default)
-
-        @wraps(attention)
-        def attention_or_intercepted(*args: Any, **kwargs: Any) -> Any:
-            if not module_attentions and not call_stack.intercepts:
-                return attention(*args, **kwargs)
-            call = HFCall.of(implementation, attention, args, kwargs)
-            if call.module in module_attentions:
-                return module_attentions[call.module].answer(call)
-            if call_stack.intercepts and not reports_unreadable(call.q):
-                return _intercepted_call(call)
-            return call.run()
-
-        return attention_or_intercepted
+        return _interceptable(implementation, dispatch(interface, implementation, default))
 
     yield Replacement(library.AttentionInterface, "get_interface", get_interface)
+
+
+@lru_cache(maxsize=16)
+def _interceptable(implementation: str, attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes the same as `attention`, an attention function of `transformers`. Its calls can
+    be intercepted, or computed by a `ModuleAttention`.
+    """
+
+    @wraps(attention)
+    def attention_or_intercepted(*args: Any, **kwargs: Any) -> Any:
+        if not module_attentions and not call_stack.intercepts:
+            return attention(*args, **kwargs)
+        call = HFCall.of(implementation, attention, args, kwargs)
+        if call.module in module_attentions:
+            return module_attentions[call.module].answer(call)
+        if call_stack.intercepts and not call_stack.reports_unreadable(call.q):
+            return _intercepted_call(call)
+        return call.run()
+
+    return attention_or_intercepted
 
 
 dispatch_patches = Patches(_replacements)
@@ -256,6 +263,9 @@ def _intercepted_call(call: HFCall) -> Any:
     None, and possibly more.
     """
     implementation, q, k, v, mask, options = call.implementation, call.q, call.k, call.v, call.mask, call.options
+    step = call_stack.step(CallFacts.of(implementation, q, k, v))
+    if step is None:
+        return call.run()
     others: list[Any] = [None]  # what the function returns in addition to the output
 
     @cache
@@ -280,7 +290,8 @@ def _intercepted_call(call: HFCall) -> Any:
     is_replaced = implementation == "sdpa" and (is_sdpa_foreign() or not _is_own_sdpa(call.attention))
     if is_replaced and not is_attention(read_problem, compute, compute_without_dropout):
         return compute().out.transpose(1, 2), *others
-    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins, keys=k)
+    sizes = grid, k.shape[1], v.shape[3]
+    handlers = handlers_of_call(*sizes, mask_source=mask_source, origins=origins, keys=k, step=step)
     if handlers.observations and implementation == "eager":
         with call_stack.paused():
             state = random_state(q.device)
@@ -305,7 +316,8 @@ def _intercepted_call(call: HFCall) -> Any:
     out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())), read_problem)
     with call_stack.paused():
         out = out.transpose(1, 2).contiguous()
-    follow_reported(out, OutputAxes(3, (1,)), origins)
+    if origins is not None:
+        follow_reported(out, OutputAxes(3, (1,)), origins, step)
     return out, *others
 
 

@@ -15,6 +15,7 @@ from headwise.errors import InputError
 from headwise.intercept.call_stack import CallStack, call_stack
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_hooks import ModuleHooks
+from headwise.intercept.plans import ModuleStates
 from headwise.intercept.site import Site, sites_by_path
 from headwise.intercept.torch_patches import function_patches
 
@@ -88,10 +89,12 @@ class HooksAndPatches:
 
     Attributes:
         interceptor: the interceptor.
+        states: reader of the state of the model's modules.
+        has_statements: True if the user has stated something about the model's attention.
     """
 
     def __init__(self, model: nn.Module, interceptor: Interceptor, sites: Mapping[str, Site], context: str) -> None:
-        self.interceptor = interceptor
+        self.interceptor, self.states, self.has_statements = interceptor, ModuleStates(model), bool(sites)
         self._hooks = [
             ModuleHooks(interceptor, path, module, sites.get(path), context) for path, module in model.named_modules()
         ]

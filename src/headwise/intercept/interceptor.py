@@ -65,6 +65,16 @@ class InputSources(NamedTuple):
     tokens: ComparedTokens | None = None
 
     @property
+    def are_in_order(self) -> bool:
+        """True if it is known at once that queries, keys and values have the same tokens in the same order, as a plan
+        states for most calls of self-attention.
+        """
+        tokens = self.tokens
+        if tokens is None or tokens.values is None:
+            return False
+        return tokens.queries.numbers is tokens.keys.numbers is tokens.values.numbers
+
+    @property
     def has_new_keys(self) -> bool:
         """True if it is known that the running call of the model has computed all keys of the attention call, so that
         none is cached. That is so if keys and queries are projections of equally many tokens. The keys may still be
@@ -200,6 +210,12 @@ class Interceptor:
         """Method that is called when a call of the module at `path` ends, with the call's arguments by name and its
         output. The output is None if the call raised an exception. By default the method does nothing.
         """
+
+    def needs_end_of(self, path: str) -> bool:
+        """Return True if `on_module_end` must be called for the module at `path` although no attention is inside. This
+        method is asked while a plan states where the model attends; otherwise the ends of all modules are reported.
+        """
+        return False
 
     def on_unreadable(self, path: str, reason: str) -> None:
         """Method that is called if the module at `path` computes something like attention that cannot be observed or

@@ -1,13 +1,14 @@
 """Running calls of the modules of an intercepted model, and what their arguments say about the attention inside."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from headwise.intercept.interceptor import Interceptor, SiteKey
+from headwise.intercept.plans import Recording
 from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
 
@@ -28,6 +29,8 @@ class ModuleCall:
         stated: what the user states about the attention of the module; None for nothing.
         parts: attention layers that the module computes itself, in all its calls.
         call_counts: number of attention calls so far inside this call, by site.
+        recording: record from which a plan is made for later calls of the model; None if none is made.
+        attention_before: number of attention calls of the module in earlier calls of it, in one call of the model.
     """
 
     interceptor: Interceptor
@@ -37,6 +40,8 @@ class ModuleCall:
     stated: Site | None = None
     parts: SiteParts = field(default_factory=SiteParts)
     call_counts: Counter[SiteKey] = field(default_factory=Counter)
+    recording: Recording | None = None
+    attention_before: int = 0
 
     def count_call(self, site: SiteKey) -> int:
         """Count one attention call at `site` (attention module, self or cross) inside this module call. Return the
@@ -51,6 +56,34 @@ class ModuleCall:
         """True if the module's class name or the end of its path contains "attention" or "attn"."""
         class_name = type(self.module).__name__.lower()
         return "attention" in class_name or "attn" in class_name or self.path.lower().endswith(("attention", "attn"))
+
+
+def innermost_calls(module_calls: Iterable[ModuleCall]) -> Iterable[ModuleCall]:
+    """Return the innermost running module call for each interceptor (object that observes or changes attention) that
+    intercepts some of `module_calls`.
+    """
+    return {id(each.interceptor): each for each in module_calls}.values()
+
+
+def report_unreadable(module_calls: Sequence[ModuleCall], reason: str) -> None:
+    """Tell each interceptor (object that observes or changes attention) that the attention in its innermost running
+    module is not reported, and the reason. Later calls of the model are traced, too.
+    """
+    must_trace(module_calls)
+    for innermost in innermost_calls(module_calls):
+        innermost.interceptor.on_unreadable(innermost.path, reason)
+
+
+def must_trace(module_calls: Sequence[ModuleCall]) -> None:
+    """Record that no plan can be made of the running call of the model, so that later calls are traced as well."""
+    if module_calls and module_calls[0].recording is not None:
+        module_calls[0].recording.fail()
+
+
+def keep_mode(module_calls: Sequence[ModuleCall]) -> None:
+    """Record that calls of the model which follow a plan need a torch function mode: `PlannedCalls`."""
+    if module_calls and module_calls[0].recording is not None:
+        module_calls[0].recording.needs_mode = True
 
 
 def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | None, Tensor | None]:
@@ -88,10 +121,12 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
     return ids if ids is not None and ids.ndim == 2 else None, padding
 
 
-def _named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _named_arguments(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a module call by name. If an argument is a dict, as in `model({"input_ids": ...})`, its
     entries are included as arguments; a direct argument of the same name takes precedence.
     """
+    if not any(isinstance(argument, Mapping) for argument in arguments.values()):
+        return arguments
     nested = {
         name: value
         for argument in arguments.values()

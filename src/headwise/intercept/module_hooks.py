@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,10 +12,11 @@ from torch.utils.hooks import RemovableHandle
 from headwise.intercept import eager_softmax, output_tracking
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.interceptor import Interceptor
-from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.module_call import ModuleCall, report_unreadable
+from headwise.intercept.plans import OTHER_WAY, Following, PlanKey, Recording
 from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
-from headwise.intercept.torch_patches import TorchCalls
+from headwise.intercept.torch_patches import PlannedCalls, TorchCalls
 from headwise.intercept.uncopied_hooks import UncopiedHooks
 
 
@@ -56,21 +58,32 @@ class ModuleHooks(UncopiedHooks):
         the model. Calls that activation checkpointing repeats are not reported. If arguments contain attention outputs
         that interceptors change, return the changed arguments; otherwise None.
         """
+        following = call_stack.following
+        is_around = following is None or self._path not in following.plan.other_paths
+        if not is_around and not self._interceptor.needs_end_of(self._path):
+            return None
         interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
         if self.is_copy or self._interceptor not in interceptors:
             return None
-        with call_stack.paused():
-            changed: tuple[tuple[Any, ...], dict[str, Any]] | None = output_tracking.with_changes((args, kwargs))
+        changed: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        if call_stack.attention.may_change:
+            with call_stack.paused():
+                changed = output_tracking.with_changes((args, kwargs))
         args, kwargs = changed or (args, kwargs)
         is_outermost = all(call.interceptor is not self._interceptor for call in call_stack.module_calls)
-        names = (*self._argument_names, *map(str, range(len(self._argument_names), len(args))))
+        names = self._argument_names
+        if len(args) > len(names):
+            names = (*names, *map(str, range(len(names), len(args))))
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        _push(ModuleCall(self._interceptor, self._path, module, arguments, self._stated, self._parts))
+        _push(ModuleCall(self._interceptor, self._path, module, arguments, self._stated, self._parts), interceptors)
         if call_stack.is_recomputing:
             return changed
         if is_outermost:
             self._interceptor.on_model_call()
         self._interceptor.on_module_call(self._path)
+        if is_outermost and call_stack.following is not None:
+            for path in call_stack.following.plan.other_paths:
+                self._interceptor.on_module_call(path)
         return changed
 
     def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -80,7 +93,8 @@ class ModuleHooks(UncopiedHooks):
         """
         innermost = call_stack.module_calls[-1] if call_stack.module_calls and not self.is_copy else None
         if innermost is not None and innermost.module is module and innermost.interceptor is self._interceptor:
-            call_stack.lineage.record_module(innermost.arguments.values(), output, call_stack.module_calls)
+            if call_stack.following is None:
+                call_stack.lineage.record_module(innermost.arguments.values(), output, call_stack.module_calls)
             if not call_stack.is_recomputing:
                 with call_stack.paused():
                     self._interceptor.on_module_end(self._path, innermost.arguments, output)
@@ -122,18 +136,48 @@ def has_foreign_hooks(module: nn.Module) -> bool:
     return any(not isinstance(getattr(hook, "__self__", None), ModuleHooks) for hook in hooks)
 
 
-def _push(module_call: ModuleCall) -> None:
-    """Push a module call onto this thread's call stack. If the stack was empty, also turn on the mode that intercepts
-    torch's functions in this thread.
+def _push(module_call: ModuleCall, interceptors: list[Interceptor]) -> None:
+    """Push a module call onto this thread's call stack. If the stack was empty, also decide whether the call follows a
+    plan; otherwise turn on the mode that intercepts torch's functions in this thread. `interceptors` are those that
+    apply in this thread.
     """
-    interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
     for interceptor in {call.interceptor for call in call_stack.module_calls}.difference(interceptors):
         call_stack.end_module_calls(interceptor)  # its context was closed by another thread during the call
     if not call_stack.module_calls:
-        call_stack.lineage.restart(module_call.arguments.values())
-        call_stack.torch_mode = TorchCalls()
-        call_stack.torch_mode.__enter__()  # type: ignore[no-untyped-call]
+        key = _key_of(module_call)
+        plan = None if key is None else key.plan()
+        if key is not None and plan is not None:
+            call_stack.following = Following(key, plan)
+            call_stack.torch_mode = PlannedCalls() if plan.needs_mode else None
+        else:
+            module_call = replace(module_call, recording=None if key is None else Recording(key))
+            call_stack.lineage.restart(module_call.arguments.values())
+            call_stack.torch_mode = TorchCalls()
+        if call_stack.torch_mode is not None:
+            call_stack.torch_mode.__enter__()  # type: ignore[no-untyped-call]
+    elif call_stack.following is not None:
+        before = call_stack.following.attention_calls(module_call.path)
+        module_call = replace(module_call, attention_before=before)
+    else:
+        module_call = replace(module_call, recording=call_stack.module_calls[0].recording)
     call_stack.module_calls.append(module_call)
+    if module_call.recording is not None:
+        module_call.recording.start(module_call.path)
+
+
+def _key_of(module_call: ModuleCall) -> PlanKey | None:
+    """Return the key of the plan for a call of a model that starts now. Return None if there can be no plan: several
+    models are intercepted, the user has stated something about the model's attention, or activation checkpointing
+    repeats the call.
+    """
+    interceptions = call_stack.current_interceptions
+    if call_stack.is_recomputing or any(
+        each.states.model is not interceptions[0].states.model or each.has_statements for each in interceptions
+    ):
+        return None
+    changes = [type(each.interceptor).change is not Interceptor.change for each in interceptions]
+    state = interceptions[0].states.read(len(interceptions)), any(changes)
+    return PlanKey.of(module_call.module, state, module_call.arguments)
 
 
 def _pop(output: Any) -> Any:
@@ -141,10 +185,18 @@ def _pop(output: Any) -> Any:
     to the interceptors, or that its attention cannot be read. If interceptors change attention outputs in `output`,
     return the changed output; otherwise None. If the stack is then empty, stop intercepting torch's functions.
     """
-    module_call = call_stack.module_calls.pop()
-    with call_stack.paused():
-        eager_softmax.on_module_end(module_call)
-        changed = output_tracking.on_module_end(output)
+    module_call, following, changed = call_stack.module_calls[-1], call_stack.following, None
+    if following is not None and not following.has_all(module_call.path, module_call.attention_before):
+        report_unreadable(call_stack.module_calls, OTHER_WAY)
+    call_stack.module_calls.pop()
+    if following is None:
+        with call_stack.paused():
+            eager_softmax.on_module_end(module_call)
+            changed = output_tracking.on_module_end(output)
+    if module_call.recording is not None:
+        module_call.recording.end(module_call.path)
     if not call_stack.module_calls:
+        if module_call.recording is not None:
+            module_call.recording.store()
         call_stack.end_module_calls()
     return changed

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from headwise.intercept.attention_output import AttentionOutput, report_unreadable
+from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.attention_source import OutputAxes
 from headwise.intercept.axes import VIEWS, Factor, axes_of, has_unknown_axes
 from headwise.intercept.call_stack import call_stack
@@ -15,6 +15,7 @@ from headwise.intercept.element_places import ASSIGNMENT, written_by
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout, merged_axis
 from headwise.intercept.joined_outputs import refuse_added, refuse_concatenated_heads
+from headwise.intercept.module_call import report_unreadable
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_step import REARRANGEMENTS, Arguments, OutputStep, take_note_of_merged_axis
 from headwise.intercept.output_use import (
@@ -27,6 +28,7 @@ from headwise.intercept.output_use import (
     may_hide_heads,
 )
 from headwise.intercept.overwritten_outputs import before_overwriting, overwritten_tensor
+from headwise.intercept.plans import Step
 from headwise.intercept.refusals import (
     HEADS_SEPARATE,
     HEADS_UNKNOWN,
@@ -59,14 +61,15 @@ def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
     return tensor if changed is None else changed
 
 
-def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins) -> None:
+def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins, step: Step) -> None:
     """Follow the output of an attention call that was already reported to the interceptors. The report is withdrawn if
     the model adds the output to another one, or reorders its heads, before the output projection. `origins` are the
-    sources of the queries, keys and values.
+    sources of the queries, keys and values, and `step` is the call as it is recorded for a plan.
     """
     call_stack.lineage.set_attended(out, origins)
     others = set(range(1, out.ndim)) - {axes.value, *axes.queries}
-    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins, *others)
+    axis_of_heads = others.pop() if others else None
+    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins, axis_of_heads, step.place)
     call_stack.attention.outputs.set(out, [FollowedOutput(output, axes_of(out.shape), None)])
 
 

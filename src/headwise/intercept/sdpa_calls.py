@@ -18,17 +18,18 @@ from headwise.intercept.accelerated_sdpa import accelerated_sdpa
 from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, with_infinite
 from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
+from headwise.intercept.axes import Factor
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import SDPA, is_causal_bias, is_foreign
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
-from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.module_call import ModuleCall, must_trace
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import before_function, hold, refuse_multiplied
+from headwise.intercept.plans import CallFacts, Step
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
-from headwise.intercept.unreadable_tensors import reports_unreadable
 from headwise.shapes import Float
 
 
@@ -49,13 +50,19 @@ def _reported_sdpa(
     since later operations of the model show which axis is the heads. The interceptors then observe the attention
     weights and may change the output.
     """
-    if reports_unreadable(query):
+    if call_stack.reports_unreadable(query):
         return accelerated_sdpa(previous, query, key, value, *args, **kwargs)
+    step = None
+    if query.ndim == 4:
+        step = call_stack.step(CallFacts.of("scaled_dot_product_attention", query, key, value))
+    if call_stack.following is not None:
+        return _planned_sdpa(previous, query, key, value, step, *args, **kwargs)
+    if step is None:
+        must_trace(call_stack.module_calls)
     origins = call_stack.origins_of(query, key, value)
+    assert origins is not None
     refuse_multiplied(query, key, value)
-    options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-    if is_causal_bias(options.get("attn_mask")):  # torch computes it only under the name of its own function
-        options["attn_mask"] = options["attn_mask"]._materialize(query.device)
+    options = _options_of(query, *args, **kwargs)
     call = before_function(FunctionCall(previous, (query, key, value), options))
     query, key, value = call.args
     with call_stack.paused():
@@ -65,7 +72,7 @@ def _reported_sdpa(
         return out
     module_calls, axes = call_stack.module_calls[:], OutputAxes(out.ndim - 1, (out.ndim - 2,))
     q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
-    source = _SDPACall(q, k, v, options, out.shape, module_calls, origins, value, call_stack.appended_keys)
+    source = _SDPACall(q, k, v, options, out.shape, module_calls, origins, value, call_stack.appended_keys, step)
     if is_foreign(previous, SDPA):
         layout = HeadLayout(tuple(out.shape), axes.value, axes.queries, ())
 
@@ -75,7 +82,42 @@ def _reported_sdpa(
         answer = Answer(layout.by_head(out), None, None)
         if not is_attention(lambda: source.problem(layout), lambda: answer, compute_without_dropout):
             return out
-    return hold(AttentionOutput(source, out, axes, module_calls, origins), out)
+    place = None if step is None else step.place
+    return hold(AttentionOutput(source, out, axes, module_calls, origins, place=place), out)
+
+
+def _options_of(query: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of SDPA after queries, keys and values, by name."""
+    options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+    if is_causal_bias(options.get("attn_mask")):  # torch computes it only under the name of its own function
+        options["attn_mask"] = options["attn_mask"]._materialize(query.device)
+    return options
+
+
+def _planned_sdpa(
+    previous: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: Step | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute a call of SDPA in a model that follows a plan, and return its output. The interceptors observe the
+    attention weights and may change the output at once, since the plan states that axis 1 is the heads. If the plan
+    states no such call, return the output of SDPA.
+    """
+    options = _options_of(query, *args, **kwargs)
+    with call_stack.paused():
+        out = accelerated_sdpa(previous, query, key, value, **options)
+    if step is None or not key.shape[-2]:
+        return out
+    q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
+    source = _SDPACall(q, k, v, options, out.shape, call_stack.module_calls[:], None, value, 0, step)
+    layout = HeadLayout(tuple(out.shape), 3, (2,), (Factor(1, 1, out.shape[1]),) if out.shape[1] > 1 else ())
+    handlers = source.handlers(layout)
+    source.observe(handlers, layout, out.detach())
+    return handlers.changed(out, lambda: source.uniform_output(layout), lambda: source.stated_problem(layout))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +134,7 @@ class _SDPACall(AttentionSource):
         origins: sources of the queries, keys and values.
         values: the values, as the model passed them.
         appended_keys: number of keys at the end that stand for no token.
+        step: the call as it is recorded for a plan, or as a plan states it; None if there is no plan for such a call.
         problems: the call as a `Problem`, by layout.
     """
 
@@ -101,9 +144,10 @@ class _SDPACall(AttentionSource):
     options: dict[str, Any]
     shape: torch.Size
     module_calls: list[ModuleCall]
-    origins: CallOrigins
+    origins: CallOrigins | None
     values: Tensor
     appended_keys: int
+    step: Step | None
     has_usual_axes = True
     problems: dict[HeadLayout, Problem] = field(default_factory=dict)
 
@@ -137,6 +181,8 @@ class _SDPACall(AttentionSource):
         origin = (self.options.get("attn_mask"), self.options.get("is_causal", False), layout)
         mask_source = MaskSource(lambda: ReceivedMask.of_problem(self.problem(layout)), origin)
         keys = self._keys_and_values(layout)[0]
+        if not layout.is_usual:
+            must_trace(self.module_calls)
         return handlers_of_call(
             grid,
             keys.shape[1],
@@ -146,6 +192,7 @@ class _SDPACall(AttentionSource):
             origins=self.origins,
             keys=keys,
             appended_keys=self.appended_keys,
+            step=self.step,
         )
 
     def observe(

@@ -1,6 +1,7 @@
 """Sequences over several calls of a model: a call with cached keys continues the sequences of the call before."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -112,8 +113,8 @@ class SiteMemory:
         """
         filled = history.length - dropped
         fingerprint = None if keys is None else fingerprint_of(keys, filled)
-        is_newest = torch.arange(filled, device=grid.device) >= filled - grid.queries
-        return SiteMemory(history, dropped, grid.batch, fingerprint, given, is_newest.expand(grid.batch, -1))
+        is_newest = _are_last(grid.batch, filled, grid.queries, grid.device)
+        return SiteMemory(history, dropped, grid.batch, fingerprint, given, is_newest)
 
     @staticmethod
     def without_positions(grid: Grid, keys: Keys | None, is_newest: Bool[Tensor, "batch keys"] | None) -> "SiteMemory":
@@ -179,6 +180,12 @@ class SiteMemory:
         if not bool((continues & (is_new.sum(1) <= queries)).all()):
             return None
         return is_new | ~is_new.any(1, keepdim=True)  # a new key may be equal to an old one
+
+
+@lru_cache(maxsize=8)  # all layers of a model have the same tokens
+def _are_last(batch: int, length: int, count: int, device: torch.device) -> Bool[Tensor, "batch length"]:
+    """Return a mask of the tokens of each sequence that is True at the last `count` of them."""
+    return (torch.arange(length, device=device) >= length - count).expand(batch, -1)
 
 
 def _codes(fingerprint: Float[Tensor, "batch keys features"]) -> Int[Tensor, "batch keys"]:

@@ -32,7 +32,8 @@ class Recurrence(threading.local):
         """
         if not call.sources.is_recurrent:
             self._first_calls[call.site] = call.index
-        return replace(call, index=self._first_calls.get(call.site, call.index))
+        first = self._first_calls.get(call.site, call.index)
+        return call if first == call.index else replace(call, index=first)
 
 
 class _Queries(NamedTuple):

@@ -21,10 +21,10 @@ class SiteParts:
         """
         return origins.k is not None and origins.k.maps in self._of_self_attention
 
-    def add_self_attention(self, origins: CallOrigins) -> None:
-        """Record that the weights which project the keys of this call were used in self-attention."""
-        if origins.k is not None and origins.k.maps:
-            self._of_self_attention.add(origins.k.maps)
+    def add_self_attention(self, key_maps: frozenset[Hashable]) -> None:
+        """Record that the weights with these names, which project the keys of a call, were used in self-attention."""
+        if key_maps:
+            self._of_self_attention.add(key_maps)
 
     def index(self, cross: bool, origins: CallOrigins | None) -> int:
         """Return the number of the attention layer that a call belongs to. Layers of the same kind (self or cross) in

@@ -1,7 +1,7 @@
 """Sites where a model attends, as recorded while it runs, and labels of their heads."""
 
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,12 @@ from headwise.shapes import Float
 from headwise.statistics.moments import Clusters, RunningLargest, RunningMoments, with_several_values
 from headwise.statistics.registry import LARGEST
 from headwise.statistics.tally import Tally
+
+MOST_CALLS = 32
+"""Largest number of attention calls of a site whose statistics wait to be merged."""
+
+MOST_SUMS = 2**17
+"""Largest number of sums of a site that wait to be merged, together with those of one further call: 1 MiB."""
 
 
 @dataclass
@@ -41,6 +47,7 @@ class SiteRecord:
     completed: dict[str, RunningMoments] = field(default_factory=dict)
     nonfinite_rows: int = 0
     _latest: dict[Hashable, "_LatestCall"] = field(default_factory=dict, repr=False, compare=False)
+    _finished: list["_LatestCall"] = field(default_factory=list, repr=False, compare=False)
     _discarded: set[str] = field(default_factory=set, repr=False, compare=False)
     has_unknown_documents: bool = field(default=False, repr=False, compare=False)
 
@@ -63,8 +70,21 @@ class SiteRecord:
             latest.tally.merge(tally)
             return
         if latest is not None:
-            self.merge(latest.moments(attends_again=len(self._latest) > 1))
+            self._finished.append(latest.finished(attends_again=len(self._latest) > 1))
+            if len(self._finished) * latest.tally.size > MOST_SUMS or len(self._finished) == MOST_CALLS:
+                self._merge_finished()
         self._latest[source] = _LatestCall(replace(tally, gram=None), clusters)
+
+    def _merge_finished(self) -> None:
+        """Merge the statistics of the calls that no later call continues into the moments of this site. Calls with the
+        same statistics are merged together, since each operation costs about as much for one call as for many.
+        """
+        groups: dict[Hashable, list[_LatestCall]] = {}
+        for number, call in enumerate(self._finished):
+            groups.setdefault(call.kind or number, []).append(call)
+        self._finished.clear()
+        for calls in groups.values():
+            self.merge(_LatestCall.joined(calls).moments())
 
     def merge(self, statistics: Mapping[str, RunningMoments]) -> None:
         """Merge `statistics`, the moments (count, mean and squared deviations) of each statistic over other sequences,
@@ -77,9 +97,10 @@ class SiteRecord:
         """Count, mean and squared deviations of each statistic over all observed sequences, by the statistic's name. A
         sequence that may be continued later counts with its rows so far.
         """
+        self._merge_finished()
         moments = self.completed
         for latest in self._latest.values():
-            moments = merged_moments(moments, latest.moments(attends_again=len(self._latest) > 1))
+            moments = merged_moments(moments, latest.finished(attends_again=len(self._latest) > 1).moments())
         return {
             name: replace(values, is_clustered=False) if self.has_unknown_documents else values
             for name, values in moments.items()
@@ -140,16 +161,41 @@ class _LatestCall(NamedTuple):
     tally: Tally
     clusters: Clusters | None
 
-    def moments(self, *, attends_again: bool) -> dict[str, RunningMoments]:
+    def finished(self, *, attends_again: bool) -> "_LatestCall":
+        """Return this call with the clusters of its sequences at its end. If `attends_again`, other calls may have
+        values of the same sequences, which are not independent then.
+        """
+        if not attends_again or self.clusters is None:
+            return self
+        return self._replace(clusters=with_several_values(self.clusters))
+
+    @property
+    def kind(self) -> Hashable:
+        """Names and sizes of the sums, apart from the number of sequences: calls of one kind can be joined. None if
+        this call can be joined with no other.
+        """
+        tally = self.tally
+        if tally.row_sums is None or tally.further is not None:
+            return None
+        if self.clusters is not None and len(self.clusters) != tally.row_sums.shape[2]:
+            return None
+        others = tuple((name, *(part.shape[1:] for part in sums)) for name, sums in tally.other_sums.items())
+        return tally.mean_names, tally.row_sums.device, others, self.clusters is None
+
+    @staticmethod
+    def joined(calls: "Sequence[_LatestCall]") -> "_LatestCall":
+        """Return calls of one kind as one call with the sequences of all."""
+        if len(calls) == 1:
+            return calls[0]
+        known = [each.clusters for each in calls if each.clusters is not None]
+        clusters = torch.cat(known) if known else None
+        return _LatestCall(Tally.joined([each.tally for each in calls]), clusters)
+
+    def moments(self) -> dict[str, RunningMoments]:
         """Return the moments (count, mean and squared deviations) of each statistic over the sequences of this call.
         The value of a sequence is its mean over the query rows.
-
-        Args:
-            attends_again: True if other calls may have values of the same sequences, which are not independent then.
         """
         clusters = self.clusters
-        if attends_again and clusters is not None:
-            clusters = with_several_values(clusters)
         has_value = self.tally.has_value()
         values = {name: (means, has_value[name]) for name, means in self.tally.means().items()}
         values |= {} if self.tally.further is None else self.tally.further.values()

@@ -35,7 +35,7 @@ class StatedPadding:
                 raise InputError("padding", expected=EXPECTED, got=got)
             if path is not None and path not in paths:
                 raise InputError("padding", expected="paths of modules of the model", got=repr(path))
-        self._by_path = {path: real.bool() for path, real in by_path.items()}
+        self.by_path = {path: real.bool() for path, real in by_path.items()}
         self._used: set[str | None] = set()
         self._parts: dict[Hashable, Bool[Tensor, "batch queries"]] = {}
 
@@ -52,11 +52,11 @@ class StatedPadding:
         Raises:
             InputError: the statement is about the module, and has another number of sequences.
         """
-        around = [each for each in self._by_path if not each or f"{path}.".startswith(f"{each}.")]
+        around = [each for each in self.by_path if not each or f"{path}.".startswith(f"{each}.")]
         if not around:
             return None
         stated_for = max(around, key=lambda each: -1 if each is None else len(each))
-        real, stop = self._by_path[stated_for], first + grid.queries
+        real, stop = self.by_path[stated_for], first + grid.queries
         if stated_for is None and (len(real) != grid.batch or (not first and real.shape[1] != grid.queries)):
             return None  # another part of the model, such as a vision tower
         if len(real) != grid.batch:
@@ -71,7 +71,7 @@ class StatedPadding:
         """Raise `InputError` if the user states padding that was not used for any attention call, since the sizes of no
         call fit.
         """
-        for path, real in self._by_path.items():
+        for path, real in self.by_path.items():
             if path not in self._used:
                 where = "" if path is None else f" in {path}"
                 expected = f"the number of sequences and tokens of attention calls{where}"

@@ -116,6 +116,10 @@ class StatisticsObserver(Interceptor):
         """
         self._written_norms.on_module_end(path, arguments, output)
 
+    def needs_end_of(self, path: str) -> bool:
+        """Return True if the module at `path` is an output projection that has not been confirmed yet."""
+        return self._written_norms.waits_for(path)
+
     def on_unreadable(self, path: str, reason: str) -> None:
         """Record in the result of `watch` that the module at `path` computed something like attention that is not in
         the result, and the reason.

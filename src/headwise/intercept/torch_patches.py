@@ -23,6 +23,7 @@ from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torc
 from headwise.intercept.function_call import QUERIES, FunctionCall
 from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import dispatch_patches
+from headwise.intercept.module_call import keep_mode, must_trace
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import after_function, before_function, lose_outputs
 from headwise.intercept.patches import Patches, Replacement
@@ -57,6 +58,7 @@ class TorchCalls(TorchFunctionMode):
         if call_stack.torch_mode is not self or not call_stack.intercepts:
             return func(*args, **kwargs)  # the mode is another one where a backward pass repeats modules in a module
         if func is SDPA:
+            keep_mode(call_stack.module_calls)
             return intercepted_sdpa(SDPA, *args, **kwargs)
         call = before_function(FunctionCall(func, args, kwargs))
         if func is TORCH_ATTENTION:
@@ -69,6 +71,21 @@ class TorchCalls(TorchFunctionMode):
         else:
             call_stack.lineage.tokens.record(call, result)
         return result
+
+
+class PlannedCalls(TorchFunctionMode):
+    """Torch function mode for calls of a model that follow a plan, if the model holds torch's own function
+    `scaled_dot_product_attention`, or calls `F.multi_head_attention_forward`. The first is intercepted by the mode
+    alone. In place of the second, torch would call a function of C++, which cannot be intercepted, without a mode.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a torch function and return its result."""
+        if func is SDPA and call_stack.torch_mode is self and call_stack.intercepts:
+            return intercepted_sdpa(SDPA, *args, **(kwargs or {}))
+        return torchs_own(func)(*args, **(kwargs or {}))
 
 
 def _recorded(call: FunctionCall, result: Any) -> Any:
@@ -101,11 +118,14 @@ def _torch_attention(
     softmax and other functions.
     """
     lineage, module_calls = call_stack.lineage, call_stack.module_calls
+    keep_mode(module_calls)
     weight = kwargs["q_proj_weight"] if in_proj_weight is None else in_proj_weight
     projection = lineage.origin(weight, module_calls)
     of_q, of_k, of_v = (lineage.linear(lineage.origin(each, module_calls), projection) for each in (query, key, value))
     origins = CallOrigins(of_q, of_k, of_v)
     appended_keys = _appended_keys(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
+    if appended_keys:
+        must_trace(module_calls)
     with call_stack.torch_attention(heads, origins, appended_keys):
         result = TORCH_ATTENTION(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
     lineage.set_attended(result[0], origins)

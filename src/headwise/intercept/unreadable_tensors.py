@@ -5,7 +5,6 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
 from headwise.attention.problem import DTYPES
-from headwise.intercept.call_stack import call_stack
 
 
 def has_usual_values(tensor: Tensor) -> bool:
@@ -16,17 +15,14 @@ def has_usual_values(tensor: Tensor) -> bool:
     return is_usual_class and not tensor.is_meta and tensor.dtype in DTYPES
 
 
-def reports_unreadable(tensor: Tensor) -> bool:
-    """Return True if a tensor of an attention call stores its values in its own way, as nested and distributed tensors
-    do. In this case, also report the running modules to the interceptors as unreadable.
+def why_not_read(tensor: Tensor) -> str | None:
+    """Return the reason why attention over such a tensor cannot be read, if the tensor stores its values in its own
+    way, as nested and distributed tensors do. Return None for usual tensors.
     """
     if not tensor.is_nested and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
-        return False
+        return None
     kind = "NestedTensor" if tensor.is_nested else type(tensor).__name__
-    reason = f"attention over tensors of the class {kind} is neither observed nor changed; pass padded, local tensors"
-    for module_call in {id(call.interceptor): call for call in call_stack.module_calls}.values():
-        module_call.interceptor.on_unreadable(module_call.path, reason)
-    return True
+    return f"attention over tensors of the class {kind} is neither observed nor changed; pass padded, local tensors"
 
 
 def has_no_numbers() -> bool:

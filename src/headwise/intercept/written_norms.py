@@ -194,6 +194,11 @@ class WrittenNorms:
         if path not in self._settled:
             self._projected_by.setdefault(path, set()).update(bases)
 
+    def waits_for(self, path: str) -> bool:
+        """Return True if head outputs of this call of the model wait for the module at `path`, their projection."""
+        waiting = self._model_calls[threading.get_ident()].head_outputs
+        return bool(waiting) and any(self._projection_paths[each] == path for each in waiting)
+
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
         """If the module at `path` is the output projection of attention that ran before, compare the projection's input
         and output with the head outputs. If it may be the projection of attention that is observed later, store some
@@ -343,5 +348,8 @@ def _versions(module: nn.Module) -> list[tuple[int, int]] | None:
     """Return the ids and in-place change counts of all parameters and buffers of a module: a list that differs after
     one of them is written to or replaced. Return None if a tensor has no change count, as under `torch.inference_mode`.
     """
-    tensors = [*module.parameters(), *module.buffers()]
+    own = module._parameters.values(), module._buffers.values()
+    tensors = [each for tensors in own for each in tensors if each is not None]
+    if module._modules:
+        tensors = [*module.parameters(), *module.buffers()]
     return None if any(tensor.is_inference() for tensor in tensors) else [(id(each), each._version) for each in tensors]

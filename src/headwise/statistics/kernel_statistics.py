@@ -3,9 +3,11 @@ the output, and Triton kernels on a GPU, next to the engine that computes the ou
 that the kernels do not know.
 """
 
+import math
 from collections.abc import Callable, Set
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +20,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.tiles import full_width_tile
 from headwise.attention.backends.gpu import statistics as gpu
 from headwise.attention.backends.native import backend as native
+from headwise.attention.backends.native import library
 from headwise.attention.backends.native.parts import Options
 from headwise.attention.backends.plain_statistics import RECEIVED_UNIT, ROWS, StatisticsCall
 from headwise.attention.masks.key_ranges import Part, visible_keys
@@ -31,6 +34,15 @@ COMPUTED = frozenset(ROWS) - {"visible keys"} | {"evenness", "received"}
 """Names of the statistics that follow from the results of the native and the Triton kernels, which are those of one
 operator.
 """
+
+ENTROPY, VISIBLE = ROWS.index("entropy"), ROWS.index("visible keys")
+"""Places of two numbers in the results of the kernels for each row."""
+
+LARGEST_ROWS = ("max_logit", "max_logit_uncapped")
+"""Names of the numbers of rows of which the kernels return the largest, in this order."""
+
+INDICATORS = [ROWS.index(name) for name in NOT_FINITE]
+"""Places of the numbers that are NaN or infinite where attention weights or head outputs are."""
 
 ROWS_AT_ONCE = 2**16
 """Largest number of query rows of all sequences and heads whose statistics are added up at a time, in float64, unless
@@ -59,6 +71,34 @@ class KernelInputs:
     has_value: dict[str, Bool[Tensor, "#batch 1 queries"]]
     has_position: Bool[Tensor, "#batch keys"] | None
 
+    _means: dict[frozenset[str], "_Means"] = field(default_factory=dict, init=False, repr=False)
+
+    def means(self, missing: frozenset[str]) -> "_Means":
+        """Return which numbers of the kernels are averaged over rows, without the statistics that are `missing`."""
+        if missing not in self._means:
+            names = tuple(name for name in STATISTICS if name in COMPUTED - LARGEST - {"received"} - missing)
+            device, every_row = self.positions.device, self.positions.new_ones(1, 1, 1, dtype=torch.bool)
+            rows = [self.has_value.get(name, every_row) for name in names]
+            rows.append(every_row.expand(1, 1, self.positions.shape[1]))
+            self._means[missing] = _Means(
+                names,
+                torch.tensor([(*ROWS, "evenness").index(name) for name in names], device=device),
+                torch.stack(torch.broadcast_tensors(*rows)[:-1]),  # type: ignore[no-untyped-call]
+                names.index("evenness") if "evenness" in names else None,
+            )
+        return self._means[missing]
+
+    @cached_property
+    def whole(self) -> tuple[Tensor | int | None, ...]:
+        """Arguments of the kernels' operator for the whole score matrix."""
+        return tuple(
+            each.contiguous() if isinstance(each, Tensor) else each
+            for each in (
+                *(self.positions, self.first_key, self.is_special, self.key_tokens, self.query_tokens),
+                *(self.token_count, self.is_counted),
+            )
+        )
+
     def arguments(self, part: Part) -> tuple[Tensor | int | None, ...]:
         """Return the arguments of the kernels' operator for `part`, a rectangle of the score matrix. In them, key
         indices count from the first column of the part.
@@ -71,6 +111,22 @@ class KernelInputs:
             self.token_count,
             None if self.is_counted is None else self.is_counted[:, rows].contiguous(),
         )
+
+
+class _Means(NamedTuple):
+    """Statistics that are means over rows, and where they are among the numbers that the kernels compute.
+
+    Attributes:
+        names: their names.
+        numbers: their places in `ROWS`; `evenness`, which follows from the numbers, comes after the last place.
+        has_value: True at the rows for which they are defined by their positions.
+        evenness: place of `evenness` among the names; None without.
+    """
+
+    names: tuple[str, ...]
+    numbers: Int[Tensor, " means"]
+    has_value: Bool[Tensor, "means #batch 1 queries"]
+    evenness: int | None
 
 
 _cached: WeakKeyDictionary[CallContext, dict[tuple[int, int, int], KernelInputs]] = WeakKeyDictionary()
@@ -112,8 +168,8 @@ def kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs | None
     inputs = KernelInputs(
         positions=of_queries.expand(grid.batch, -1).int().contiguous(),
         first_key=visibility.first_key.expand(grid.batch, grid.queries).int().contiguous(),
-        is_special=context.is_special,
-        key_tokens=key_tokens,
+        is_special=None if context.is_special is None else context.is_special[:, : grid.keys],
+        key_tokens=None if key_tokens is None else key_tokens[:, : grid.keys],
         query_tokens=query_tokens,
         token_count=token_count,
         is_counted=context.real_queries,
@@ -219,13 +275,10 @@ def attend_tallied(
             rows, received, seen_by = _in_parts(problem, inputs, gpu_part)
         if inputs.has_position is not None and bool((seen_by * ~inputs.has_position[:, None]).any()):
             return None
-        values = dict(zip(ROWS, rows.unbind(0), strict=True))
-        indicators = [name for name in NOT_FINITE if gram is not None or name != "written_norm"]
-        if not on_gpu and not all(bool(values[name].sum().isfinite()) for name in indicators):
+        added = _tally(rows, received, seen_by, problem, context, inputs, tally)
+        if added is None:
             return None
-        if problem.softcap is None:
-            del values["max_logit_uncapped"]
-        tally.merge(_tally(values, received, seen_by, context, inputs, tally))
+        tally.merge(added)
     return answer
 
 
@@ -248,7 +301,8 @@ def _in_parts(
 
     if parts is None:
         whole = Part(range(problem.grid.queries), range(problem.grid.keys))
-        return of_part(whole, visible.ranges, visible.matrix())
+        of_mask = scale, head_scale, softcap, sinks, visible.ranges, visible.matrix(), bias
+        return compute(whole, (q, k, v, *of_mask, *inputs.whole))
     by_rows = []
     sizes = (*q.shape[:2], k.shape[2])
     sums = [torch.zeros(sizes, dtype=dtype, device=q.device) for dtype in (torch.float64, torch.int32)]
@@ -262,44 +316,58 @@ def _in_parts(
 
 
 def _tally(
-    values: dict[str, Float[Tensor, "batch heads queries"]],
+    rows: Float[Tensor, "numbers batch heads queries"],
     received: Float[Tensor, "batch heads keys"],
     seen_by: Int[Tensor, "batch heads keys"],
+    problem: Problem,
     context: CallContext,
     inputs: KernelInputs,
     like: Tally,
-) -> Tally:
+) -> Tally | None:
     """Return a new tally: the sums of the statistics over the query rows of a call. The sums are computed from the
-    kernels' results for each row (`values`) and each key (`received` and `seen_by`). The tally `like` states which
-    statistics are wanted; its additional statistics (`further`) are updated, too.
+    kernels' results for each row (`rows`, the numbers in `ROWS`) and each key (`received` and `seen_by`). The tally
+    `like` states which statistics are wanted; its additional statistics (`further`) are updated, too. On a CPU, return
+    None if some rows are not finite.
     """
-    counted = values["visible keys"] > 0
-    if context.real_queries is not None:
-        counted &= context.real_queries[:, None]
     missing = set(context.left_out)
     missing |= set() if context.is_special is not None else {"special", "confidence_content"}
     missing |= set() if inputs.key_tokens is not None else {"duplicate", "induction"}
     missing |= set() if like.gram is not None else {"written_norm"}
+    missing |= set() if problem.softcap is not None else {"max_logit_uncapped"}
     missing |= set() if like.measured is None else STATISTICS.keys() - like.measured
-    measured = (values.keys() | {"evenness"}) - missing
     tally = Tally(like.gram, like.first_token)
-    names = tuple(name for name in STATISTICS if name in measured - LARGEST - {"received"})
-    batch, heads, queries = counted.shape
+    means, batch, heads, queries = inputs.means(frozenset(missing)), *rows.shape[1:]
+    if "received" not in missing:
+        tally.other_sums["received"] = received, seen_by.double()
+    if rows.is_cpu and like.further is None:
+        is_counted = None if context.real_queries is None else context.real_queries.contiguous()
+        sums, largest, is_finite = library.operator("row_sums")(rows, is_counted, means.numbers, means.has_value)
+        tally.mean_names, tally.row_sums = means.names, sums
+        tally.other_sums |= {name: (of_heads,) for name, of_heads in zip(LARGEST_ROWS, largest, strict=True)}
+        for name in missing.intersection(LARGEST_ROWS):
+            del tally.other_sums[name]
+        return tally if is_finite else None
+    if rows.is_cpu and not math.isfinite(rows[INDICATORS].sum()):  # `written_norm` is 0 without a projection
+        return None
+    visible = rows[VISIBLE]
+    counted = visible > 0
+    if context.real_queries is not None:
+        counted &= context.real_queries[:, None]
     step = max(ROWS_AT_ONCE // (batch * heads), 1)
     for start in range(0, queries, step):
         part = slice(start, min(start + step, queries))
-        of_rows = {name: each[..., part] for name, each in values.items()}
-        visible, is_counted = of_rows["visible keys"], counted[..., part]
-        of_rows["evenness"] = of_rows["entropy"] / visible.clamp(min=2.0).log()
-        has_value = {name: each[..., part] for name, each in inputs.has_value.items()} | {"evenness": visible > 1}
-        in_mean = [is_counted & has_value[name] if name in has_value else is_counted for name in names]
-        measured_rows = torch.stack([of_rows[name] for name in names]), torch.stack(in_mean)
-        rows = MeasuredRows(names, *measured_rows, slice(0, batch), slice(0, heads), range(part.start, part.stop))
+        of_rows, seen, is_counted = rows[..., part], visible[..., part], counted[..., part]
+        evenness = of_rows[ENTROPY] / seen.clamp(min=2.0).log()
+        values = torch.cat([of_rows, evenness[None]])[means.numbers]
+        in_mean = is_counted & means.has_value[..., part]
+        if means.evenness is not None:
+            in_mean[means.evenness] &= seen > 1
+        measured = MeasuredRows(
+            means.names, values, in_mean, slice(0, batch), slice(0, heads), range(part.start, part.stop)
+        )
         if like.further is not None:
-            like.further.add(rows, None)
-        tally.add_rows(rows, batch, heads)
-    for name in LARGEST & measured:
-        tally.other_sums[name] = (values[name].masked_fill(~counted, -torch.inf).amax(-1).double(),)
-    if "received" not in missing:
-        tally.other_sums["received"] = received, seen_by.double()
+            like.further.add(measured, None)
+        tally.add_rows(measured, batch, heads)
+    for name in LARGEST - missing:
+        tally.other_sums[name] = (rows[ROWS.index(name)].masked_fill(~counted, -torch.inf).amax(-1).double(),)
     return tally

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,7 @@ def clusters_of(documents: Sequence[Hashable]) -> Clusters:
     )
 
 
+@lru_cache(maxsize=8)  # all layers of a model have the same sequences
 def separate_clusters(sequences: range) -> Clusters:
     """Return a cluster number for each of the given sequences, which all count as independent. This is for a data set
     whose documents are unknown.

@@ -2,7 +2,7 @@
 interface of further sums, which a tally adds up in addition.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -169,7 +169,7 @@ class Tally:
         indicators = [index for index, name in enumerate(rows.names) if name in NOT_FINITE]
         is_finite = rows.values[indicators].sum(0).isfinite()
         self.nonfinite_rows = self.nonfinite_rows + (~is_finite & rows.counted[indicators].any(0)).sum()
-        sums = rows.values.double().masked_fill(~rows.counted, 0.0).sum(-1)
+        sums = rows.values.masked_fill(~rows.counted, 0.0).sum(-1, dtype=torch.float64)
         sums = torch.stack([sums, rows.counted.sum(-1).double().expand_as(sums)])
         if self.row_sums is None:
             self.mean_names, self.row_sums = rows.names, sums.new_zeros(*sums.shape[:2], batch, heads)
@@ -205,6 +205,31 @@ class Tally:
             if statistic.name in self.other_sums and statistic.name in other.other_sums
         }
         self.first_token = first_token
+
+    @property
+    def size(self) -> int:
+        """Number of sums."""
+        return sum(part.numel() for sums in self.other_sums.values() for part in sums) + (
+            0 if self.row_sums is None else self.row_sums.numel()
+        )
+
+    @staticmethod
+    def joined(tallies: "Sequence[Tally]") -> "Tally":
+        """Return a tally with the sequences of several tallies, which have the same statistics of equally many keys,
+        and no further ones.
+        """
+        first = tallies[0]
+        return Tally(
+            first_token=first.first_token,
+            mean_names=first.mean_names,
+            row_sums=torch.cat([each.row_sums for each in tallies if each.row_sums is not None], 2),
+            other_sums={
+                name: tuple(
+                    torch.cat(parts) for parts in zip(*(each.other_sums[name] for each in tallies), strict=True)
+                )
+                for name in first.other_sums
+            },
+        )
 
     def join(self, other: "Tally") -> None:
         """Add the sums in `other` to this tally, in place. `other` is a tally of other statistics for the same query

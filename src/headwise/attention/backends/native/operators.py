@@ -69,6 +69,11 @@ FAKES: dict[str, Callable[..., Any]] = {
     "attend_statistics": _fake_statistics,
     "attend_backward": _fake_backward,
     "attend_bias_gradient": lambda *arguments: arguments[13].new_empty(arguments[13].shape, dtype=torch.float32),
+    "row_sums": lambda rows, _counted, numbers, _: (
+        rows.new_empty(2, len(numbers), *rows.shape[1:3], dtype=torch.float64),
+        rows.new_empty(2, *rows.shape[1:3], dtype=torch.float64),
+        True,
+    ),
     "linear_few_rows": lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
     "rotate_few_tokens": lambda x, *_: x.new_empty(*(x.shape[axis] for axis in (0, 2, 1, 3))).transpose(1, 2),
 }

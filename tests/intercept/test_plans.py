@@ -1,0 +1,288 @@
+"""Calls of a model that follow a plan have the results of calls that are traced, and plans do not become stale."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import headwise as hw
+from headwise.intercept import plans
+from tiny import FAMILIES, PADDED, TOKENS, family
+from tiny import model as decoder_of
+
+
+@pytest.fixture
+def followed(monkeypatch):
+    """List with an element for each call of a model that followed a plan."""
+    calls: list[plans.Following] = []
+    start = plans.Following.__init__
+
+    def counted(following, *args):
+        calls.append(following)
+        start(following, *args)
+
+    monkeypatch.setattr(plans.Following, "__init__", counted)
+    return calls
+
+
+class Attention(nn.Module):
+    """Self-attention of 3 heads by SDPA, of which users may change attributes between two calls."""
+
+    def __init__(self, width=24, heads=3):
+        super().__init__()
+        self.heads, self.causal, self.flip, self.order, self.kind = heads, True, False, [0, 1], "sdpa"
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+        self.between = nn.Identity()
+
+    def forward(self, x, memory=None):
+        """Return the output, over the keys of `memory` or of `x`."""
+        memory = x if memory is None else memory
+        q, k, v = (
+            layer(each).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer, each in ((self.q_proj, x), (self.k_proj, memory), (self.v_proj, memory))
+        )
+        if self.flip or self.order[0]:
+            q = q.flip(2)
+        if self.kind == "softmax":
+            return self.o_proj(((q @ k.mT / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        out = self.between(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal))
+        if self.flip or self.order[0]:
+            out = out.flip(2)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Two layers of attention, the second over `memory` if it is passed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Attention(), Attention()])
+        self.skip = False
+
+    def forward(self, x, memory=None):
+        """Return the output of both layers, or of the first alone."""
+        x = x + self.layers[0](x)
+        return x if self.skip else x + self.layers[1](x, memory)
+
+
+def inputs(batch=2, length=7, seed=0):
+    """Random inputs of the model."""
+    return torch.randn(batch, length, 24, generator=torch.Generator().manual_seed(seed))
+
+
+def watched(model, *calls, gates=None, **options):
+    """Rows of each of the calls, in contexts of their own, with the warnings and the outputs."""
+    results = []
+    for call in calls:
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            with hw.watch(model, **options) as heads:
+                output = call(model)
+        results.append((heads.rows(), sorted(str(each.message) for each in caught), output))
+    return results
+
+
+def require_equal(results, expected):
+    """Compare results of `watched`."""
+    for (rows, messages, output), (expected_rows, expected_messages, expected_output) in zip(
+        results, expected, strict=True
+    ):
+        assert messages == expected_messages
+        torch.testing.assert_close(output, expected_output, rtol=1e-4, atol=1e-5)
+        assert [row.keys() for row in rows] == [row.keys() for row in expected_rows]
+        for row, other in zip(rows, expected_rows, strict=True):
+            for name, value in row.items():
+                expected_value = other[name]
+                if not isinstance(value, str):
+                    expected_value = pytest.approx(expected_value, rel=1e-4, abs=1e-6, nan_ok=True)
+                assert value == expected_value, name
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Function that returns the results of `watched` without any plan."""
+
+    def run(model, *calls, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(plans.PlanKey, "plan", lambda key: None)
+            patch.setattr(plans.PlanKey, "store", lambda key, plan: None)
+            return watched(model, *calls, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("padding", PADDED)
+@pytest.mark.parametrize(("name", "implementation"), FAMILIES)
+def test_transformers_models_have_the_same_rows_with_a_plan(name, implementation, padding, followed, traced):
+    model = family(name, implementation)
+    calls = [
+        lambda model: model(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)).last_hidden_state[0],
+        lambda model: model(input_ids=TOKENS.flip(1), attention_mask=PADDED[padding]).last_hidden_state[:, -1],
+    ]
+    require_equal(watched(model, *calls), traced(model, *calls))
+    assert len(followed) == 1
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_plain_models_have_the_same_rows_with_a_plan(training, followed, traced):
+    model = Model().train(training)
+    calls = [lambda model, seed=seed: model(inputs(seed=seed)) for seed in range(3)]
+    require_equal(watched(model, *calls), traced(model, *calls))
+    assert len(followed) == 2
+
+
+def test_sizes_between_those_of_traced_calls_follow_the_plan(followed, traced):
+    model = Model()
+    calls = [lambda model, n=n: model(inputs(length=n)) for n in (5, 9, 7, 8, 12, 1, 10)]
+    require_equal(watched(model, *calls), traced(model, *calls))
+    assert len(followed) == 3  # 7, 8 and 10, between 5 and 12
+
+
+def test_gates_of_calls_with_a_plan_change_the_same_heads(followed):
+    model, x = Model().requires_grad_(False), inputs()
+    gate = torch.tensor(0.3, requires_grad=True)
+    results = []
+    for _ in range(3):
+        with hw.gate(model, {("layers.1", 2): gate, (0, 1): 0.0}):
+            out = model(x)
+        results.append((out.detach(), torch.autograd.grad(out.square().sum(), gate)[0]))
+    assert len(followed) == 2
+    for out, gradient in results[1:]:
+        torch.testing.assert_close(out, results[0][0])
+        torch.testing.assert_close(gradient, results[0][1])
+    with torch.no_grad(), hw.gate(model, {(0, 1): 0.0}), hw.watch(model) as heads:
+        first = model(x)
+        second = model(x)
+    torch.testing.assert_close(first, second)
+    assert len(heads.rows()) == 6
+
+
+def _module(model):
+    return model.layers[1]
+
+
+def _added_hook(model):
+    model.layers[1].between.register_forward_hook(lambda module, args, output: output.roll(1, 2))
+
+
+def _replaced_child(model):
+    model.layers[1].between = nn.Sequential(nn.Identity(), nn.Identity())
+
+
+def _other_forward(model):
+    module = model.layers[1]
+    module.forward = lambda x, memory=None: Attention.forward(module, x.flip(1), memory)
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "an attribute that reorders queries": lambda model: setattr(_module(model), "flip", True),
+    "an attribute that chooses hand-written attention": lambda model: setattr(_module(model), "kind", "softmax"),
+    "an attribute of the model that skips a layer": lambda model: setattr(model, "skip", True),
+    "the mask": lambda model: setattr(_module(model), "causal", False),
+    "a hook that moves outputs": _added_hook,
+    "a module that is replaced": _replaced_child,
+    "a forward of one module": _other_forward,
+    "a list": lambda model: _module(model).order.reverse(),
+    "the dtype": lambda model: model.double(),
+    "training mode": lambda model: model.train(),
+    "the number of heads": lambda model: [setattr(each, "heads", 6) for each in model.layers],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_is_not_followed_after_a_change_of(change, traced):
+    model, other = Model().eval(), Model().eval()
+    call = lambda model: model(inputs().to(next(model.parameters()).dtype))  # noqa: E731
+    watched(model, call, call)
+    CHANGES[change](model)
+    CHANGES[change](other)
+    require_equal(watched(model, call, call), traced(other, call, call))
+
+
+def _autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(inputs()).float()
+
+
+def _with_gradient(model):
+    with torch.enable_grad():
+        return model(inputs().requires_grad_()).detach()
+
+
+CALLS: dict[str, Callable[[nn.Module], object]] = {
+    "another kind of attention": lambda model: model(inputs(), inputs(seed=1)),
+    "the same tensor twice": lambda model: model(*2 * [inputs()]),
+    "a memory of another length": lambda model: model(inputs(), inputs(length=4, seed=1)),
+    "a batch of one": lambda model: model(inputs(batch=1)),
+    "one token": lambda model: model(inputs(length=1)),
+    "arguments by name": lambda model: model(x=inputs(), memory=inputs(seed=2)),
+    "a layer by itself": lambda model: model.layers[0](inputs()),
+    "autocast": _autocast,
+    "two calls": lambda model: model(model(inputs())),
+    "a gradient": _with_gradient,
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_plan_is_not_followed_by_calls_with(kind, traced):
+    model, other = Model(), Model()
+    first = lambda model: model(inputs())  # noqa: E731
+    calls = [first, CALLS[kind], CALLS[kind], first]
+    require_equal(watched(model, *calls), traced(other, *calls))
+
+
+def test_a_plan_is_not_followed_under_another_implementation_of_transformers(traced):
+    model, call = family("llama", "sdpa"), lambda model: model(input_ids=TOKENS).last_hidden_state
+    watched(model, call, call)
+    model.set_attn_implementation("eager")
+    require_equal(watched(model, call, call), traced(family("llama", "eager"), call, call))
+
+
+def test_generation_after_a_planned_prompt_continues_its_sequences(traced):
+    model = decoder_of("decoder", top="ForCausalLM")
+    other, tokens = copy.deepcopy(model), torch.arange(12).view(2, 6)
+
+    def generated(model):
+        first = model(tokens, use_cache=True)
+        second = model(tokens[:, :1], past_key_values=first.past_key_values, use_cache=True)
+        return second.logits
+
+    require_equal(watched(model, generated, generated), traced(other, generated, generated))
+    require_equal(
+        watched(model, lambda m: m(tokens, attention_mask=torch.ones(2, 6)).logits, generated),
+        traced(other, lambda m: m(tokens, attention_mask=torch.ones(2, 6)).logits, generated),
+    )
+
+
+def test_attention_that_contradicts_the_plan_is_named():
+    switch = {"softmax": False}
+
+    class Switching(Attention):
+        def forward(self, x, memory=None):
+            self.__dict__["kind"] = "softmax" if switch["softmax"] else "sdpa"
+            return super().forward(x, memory)
+
+    model = nn.Sequential(Switching(), Attention())
+    for each in model:
+        each.flip = False
+    x = inputs()
+    watched(model, lambda model: model(x), lambda model: model(x))
+    switch["softmax"] = True  # which no module shows before it runs
+    (rows, messages, _), (later, no_messages, _) = watched(model, lambda model: model(x), lambda model: model(x))
+    assert any(plans.OTHER_WAY in message and message.endswith(": 0") for message in messages)
+    assert {row["module"] for row in rows} == {"1"}
+    assert {row["module"] for row in later} == {"0", "1"}
+    assert not no_messages
+
+
+def test_models_that_change_in_every_call_keep_few_plans():
+    model = Model()
+    for number in range(2 * plans.MOST_PLANS):
+        model.count = number
+        watched(model, lambda model: model(inputs()))
+    assert len(plans._PLANS[model]) == plans.MOST_PLANS
