@@ -165,6 +165,11 @@ def _batched(subject: Subject, model: nn.Module, batch: Batch) -> Run:
     result = watch(model, lambda: call(model, batch), subject.special)
     verdict = _compared(result, sites, record, tolerance)
     verdict.confirmed = confirmed
+    # The first run may have been traced; the second one then follows its plan.
+    differences = result.differences(watch(model, lambda: call(model, batch), subject.special), tolerance)
+    if differences:
+        verdict.outcome = "wrong"
+        verdict.problems.extend(differences)
     watched = training.floating(result.output)
     if sites and not all(training.is_close(one, other, tolerance) for one, other in zip(watched, output, strict=True)):
         verdict.outcome = "wrong"
