@@ -1,7 +1,9 @@
 """Calls of a model that follow a plan have the results of calls that are traced, and plans do not become stale."""
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -110,7 +112,7 @@ def traced(monkeypatch):
     def run(model, *calls, **options):
         with monkeypatch.context() as patch:
             patch.setattr(plans.PlanKey, "plan", lambda key: None)
-            patch.setattr(plans.PlanKey, "store", lambda key, plan: None)
+            patch.setattr(plans.PlanKey, "store", lambda key, plan, held: None)
             return watched(model, *calls, **options)
 
     return run
@@ -286,3 +288,53 @@ def test_models_that_change_in_every_call_keep_few_plans():
         model.count = number
         watched(model, lambda model: model(inputs()))
     assert len(plans._PLANS[model]) == plans.MOST_PLANS
+
+
+class BySorting(Attention):
+    """Attention whose queries, keys and values are in the order of a number of each token."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, x, memory=None):
+        """Return the output in the order of the input."""
+        heads = [layer(x).unflatten(-1, (3, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj)]
+        order = x[0, :, 0].argsort()
+        if self.way == "index":
+            heads = [each[:, :, order] for each in heads]
+        elif self.way == "list":
+            heads = [each[:, :, order.tolist()] for each in heads]
+        elif self.way == "branch" and bool(x[0, 0, 0] > x[0, -1, 0]):
+            heads = [each.flip(2) for each in heads]
+        out = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("way", ["index", "list", "branch"])
+def test_no_plan_is_made_where_the_order_of_tokens_depends_on_numbers(way, traced, followed):
+    model, x = BySorting(way), inputs()
+    ascending = x[:, x[0, :, 0].argsort()]
+    calls = [lambda model: model(ascending), lambda model: model(ascending.flip(1)), lambda model: model(x)]
+    require_equal(watched(model, *calls), traced(copy.deepcopy(model), *calls))
+    assert not followed
+
+
+def test_a_plan_ends_with_an_object_by_whose_identity_modules_are_compared():
+    model = Model()
+    model.layers[1].rule = lambda: None
+    watched(model, lambda model: model(inputs()))
+    assert len(plans._PLANS[model]) == 1
+    model.layers[1].rule = None
+    gc.collect()
+    assert not plans._PLANS[model]
+
+
+def test_a_model_with_plans_is_freed():
+    model = Model()
+    model.layers[1].owner = [model.layers[0]]
+    watched(model, lambda model: model(inputs()))
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

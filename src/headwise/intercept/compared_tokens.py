@@ -27,10 +27,13 @@ class NumberedTokens(NamedTuple):
     Attributes:
         numbers: number of the token of each element; 0 where it has none, or it is unknown.
         linear_map: the linear map in whose result the tokens are numbered.
+        depend_on_data: True if the elements were selected or reordered by numbers that may differ in another call of
+            the model, such as an index that sorts.
     """
 
     numbers: Int[Tensor, "*shape"]
     linear_map: LinearMapCall
+    depend_on_data: bool = False
 
     def differ_from(self, others: "NumberedTokens") -> bool:
         """Return True if, at some index, the elements of this object and of `others` are known to belong to tokens with

@@ -247,7 +247,8 @@ def _interceptable(implementation: str, attention: Callable[..., Any]) -> Callab
         if call.module in module_attentions:
             return module_attentions[call.module].answer(call)
         if call_stack.intercepts and not call_stack.reports_unreadable(call.q):
-            return _intercepted_call(call)
+            with call_stack.paused():
+                return _intercepted_call(call)
         return call.run()
 
     return attention_or_intercepted

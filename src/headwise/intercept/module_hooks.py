@@ -150,7 +150,7 @@ def _push(module_call: ModuleCall, interceptors: list[Interceptor]) -> None:
             call_stack.following = Following(key, plan)
             call_stack.torch_mode = PlannedCalls() if plan.needs_mode else None
         else:
-            module_call = replace(module_call, recording=None if key is None else Recording(key))
+            module_call = replace(module_call, recording=None if key is None else _recording(key))
             call_stack.lineage.restart(module_call.arguments.values())
             call_stack.torch_mode = TorchCalls()
         if call_stack.torch_mode is not None:
@@ -165,6 +165,11 @@ def _push(module_call: ModuleCall, interceptors: list[Interceptor]) -> None:
         module_call.recording.start(module_call.path)
 
 
+def _recording(key: PlanKey) -> Recording:
+    """Return a new record for a plan with this key."""
+    return Recording(key, call_stack.current_interceptions[0].states.held())
+
+
 def _key_of(module_call: ModuleCall) -> PlanKey | None:
     """Return the key of the plan for a call of a model that starts now. Return None if there can be no plan: several
     models are intercepted, the user has stated something about the model's attention, or activation checkpointing
@@ -176,7 +181,7 @@ def _key_of(module_call: ModuleCall) -> PlanKey | None:
     ):
         return None
     changes = [type(each.interceptor).change is not Interceptor.change for each in interceptions]
-    state = interceptions[0].states.read(len(interceptions)), any(changes)
+    state = interceptions[0].states.read(len(interceptions)), any(changes), module_call.path
     return PlanKey.of(module_call.module, state, module_call.arguments)
 
 

@@ -37,6 +37,9 @@ OTHER_WAY = (
 DEVICES = ("cpu", "cuda")
 """Types of devices whose autocast a plan depends on."""
 
+_CONTAINERS = frozenset({list, tuple, dict})
+"""Types of attributes of modules whose elements are compared."""
+
 _STATED = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types of inputs and of attributes of modules that are compared by value."""
 
@@ -124,6 +127,8 @@ def are_in_order(tokens: ComparedTokens, grid: Grid) -> bool:
         return False
     lengths = (grid.queries, grid.keys, grid.keys)
     for each, length in zip((tokens.queries, tokens.keys, tokens.values), lengths, strict=True):
+        if each.depend_on_data:
+            return False
         expected = numbers_in_order(grid.batch, length, grid.device)
         expected = expected if each.numbers.ndim == 3 else expected[:, 0]
         if prod(each.linear_map.shape) != expected.numel() or each.numbers.ndim != expected.ndim:
@@ -148,6 +153,7 @@ class Plan:
         other_paths: paths of all other modules that ran.
         needs_mode: True if some attention calls are intercepted by a torch function mode alone.
         sizes: smallest and largest size of each axis of the inputs in the traced calls.
+        guards: references to the objects by whose identity the modules of the model are compared.
     """
 
     calls: Mapping[Place, PlannedCall]
@@ -156,6 +162,7 @@ class Plan:
     other_paths: frozenset[str]
     needs_mode: bool
     sizes: tuple[tuple[int, int], ...]
+    guards: list[object] = field(default_factory=list)
 
     def fits(self, sizes: tuple[int, ...]) -> bool:
         """Return True if these sizes of inputs lie between those of traced calls."""
@@ -215,13 +222,22 @@ class PlanKey(NamedTuple):
         plan = None if plans is None else plans.get(self.kind)
         return plan if plan is not None and plan.fits(self.sizes) else None
 
-    def store(self, plan: Plan) -> None:
+    def store(self, plan: Plan, held: Iterable[object]) -> None:
         """Store a new plan. If an earlier one for inputs of other sizes states the same, it is stored for sizes between
-        those of both.
+        those of both. The plan is discarded when one of the objects in `held` no longer exists, since a new object may
+        then get its identity, by which the state of the modules is compared.
         """
-        plans = _PLANS.setdefault(self.model, OrderedDict())
-        before = plans.pop(self.kind, None)
-        plans[self.kind] = plan if before is None else plan.widened_by(before)
+        plans, owner, kind = _PLANS.setdefault(self.model, OrderedDict()), ref(self.model), self.kind
+
+        def discard(_: object) -> None:
+            model = owner()
+            if model is not None and model in _PLANS:
+                _PLANS[model].pop(kind, None)
+
+        before = plans.pop(kind, None)
+        plans[kind] = plan if before is None else plan.widened_by(before)
+        plan.guards.extend(ref(each, discard) if type(each).__weakrefoffset__ else each for each in held)
+        plans[kind].guards[:] = plan.guards
         if len(plans) > MOST_PLANS:
             plans.popitem(last=False)
 
@@ -276,13 +292,20 @@ class ModuleStates:
             each for each in modules if each._modules or not type(each).__module__.startswith("torch.nn.modules.")
         ]
         self._attributes = [(vars(each), [*vars(each).keys() - _OF_EVERY_MODULE]) for each in self._written]
-        held = [attributes[name] for attributes, names in self._attributes for name in names]
-        self._held = [
-            vars(each)
-            for each in {id(each): each for each in held}.values()
-            if hasattr(each, "__dict__") and not isinstance(each, nn.Module | Tensor | type) and not callable(each)
-        ]
         self._children = [each._modules for each in self._written]
+        held = _objects_among(attributes[name] for attributes, names in self._attributes for name in names)
+        self._objects = [vars(each) for each in held]
+        inner = _objects_among(value for attributes in self._objects for value in attributes.values())
+        self._objects += [vars(each) for each in inner if not any(each is other for other in held)]
+
+    def held(self) -> list[object]:
+        """Return the objects by whose identity the state is compared."""
+        modules = [each for children in self._children for each in children.values()]
+        of_modules = [attributes.get(name) for attributes, names in self._attributes for name in names]
+        values = [*of_modules, *(value for attributes in self._objects for value in attributes.values())]
+        elements = [each for value in values if isinstance(value, list | tuple) for each in value]
+        elements += [each for value in values if isinstance(value, dict) for each in value.values()]
+        return [each for each in (*modules, *values, *elements) if type(each) not in (*_STATED, *_CONTAINERS)]
 
     def read(self, interceptors: int) -> Hashable:
         """Return the present state of the modules, which equals that of another time if nothing has changed. Each of
@@ -302,7 +325,7 @@ class ModuleStates:
             tuple(
                 [
                     value if type(value) in _STATED else _identity(value)
-                    for attributes in self._held
+                    for attributes in self._objects
                     for value in attributes.values()
                 ]
             ),
@@ -315,9 +338,23 @@ def _identity(value: object) -> Hashable:
     """
     if isinstance(value, Tensor):
         return None
-    if isinstance(value, list | tuple):
-        return tuple([each if type(each) in _STATED else id(each) for each in value])
+    if type(value) in _CONTAINERS:
+        elements = value.items() if isinstance(value, dict) else value
+        return tuple(
+            [each if type(each) in _STATED else str(each) if type(each) is tuple else id(each) for each in elements]
+        )
     return id(value)
+
+
+def _objects_among(values: Iterable[object]) -> list[object]:
+    """Return the objects among `values` that have attributes of their own, such as the configuration of a module, each
+    of them once.
+    """
+    distinct = {id(each): each for each in values}.values()
+    without = (nn.Module, Tensor, type)
+    return [
+        each for each in distinct if hasattr(each, "__dict__") and not isinstance(each, without) and not callable(each)
+    ]
 
 
 class Recording:
@@ -325,13 +362,15 @@ class Recording:
 
     Args:
         key: the model and the kind of its inputs.
+        held: objects by whose identity the state of the modules is compared.
 
     Attributes:
         needs_mode: True if some attention calls are intercepted by a torch function mode alone.
     """
 
-    def __init__(self, key: PlanKey) -> None:
-        self._key = key
+    def __init__(self, key: PlanKey, held: Iterable[object]) -> None:
+        self._key, self._held = key, held
+        self._reading: set[str] = set()
         self._counter: Counter[str] = Counter()
         self._calls: dict[Place, PlannedCall] = {}
         self._counts: dict[str, set[int]] = {}
@@ -342,6 +381,10 @@ class Recording:
     def fail(self) -> None:
         """Record that there is no plan for this call: some of its attention must be followed through all functions."""
         self._has_failed = True
+
+    def on_read(self, path: str) -> None:
+        """Record that the module at `path` reads numbers of a tensor, which may decide how it attends."""
+        self._reading.add(path)
 
     def start(self, path: str) -> None:
         """Record that a call of the module at `path` starts."""
@@ -374,12 +417,14 @@ class Recording:
         if self._has_failed or not is_whole or not self._calls:
             return
         attending = {place.path for place in self._calls}
+        if any(path == each or path.startswith(f"{each}.") for path in self._reading for each in attending):
+            return
         names = [path.split(".") for path in attending]
         around = {".".join(each[:depth]) for each in names for depth in range(len(each) + 1)}
         counts = {path: frozenset(counts) for path, counts in self._counts.items() if path in attending}
         sizes = tuple((size, size) for size in self._key.sizes)
         others = frozenset(self._ran - around)
-        self._key.store(Plan(self._calls, counts, frozenset(around), others, self.needs_mode, sizes))
+        self._key.store(Plan(self._calls, counts, frozenset(around), others, self.needs_mode, sizes), self._held)
 
 
 class Following:

@@ -5,7 +5,7 @@ Every function that selects or reorders elements of the result is repeated with 
 attends to keys in another order than its queries, and which calls attend with parts of the same queries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -127,6 +127,10 @@ class TokenNumbers:
         name = call.function.__name__
         is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
         results = tensors_among((call.args[0] if is_in_place else result,))
+        has_indices = any(not tensor.is_floating_point() and not tensor.is_complex() for tensor in call.tensors)
+        depend_on_data = has_indices or call.function in SORTS or _has_list(call.args[1:])
+        before = (self._numbered.get(tensor) for tensor in call.tensors)
+        depend_on_data |= any(each.depend_on_data for each in before if each is not None)
         try:
             args, kwargs = self._numbers_of(call.args, largest), self._numbers_of(call.kwargs, largest)
             if is_in_place:
@@ -143,7 +147,7 @@ class TokenNumbers:
             numbers = []
         for index, tensor in enumerate(results):
             if index < len(numbers) and numbers[index].shape == tensor.shape:
-                self._numbered.set(tensor, NumberedTokens(numbers[index], linear_map))
+                self._numbered.set(tensor, NumberedTokens(numbers[index], linear_map, depend_on_data))
             else:
                 self._numbered.discard(tensor)
 
@@ -166,6 +170,11 @@ class TokenNumbers:
         if argument.numel() > largest:
             raise ValueError
         return torch.zeros((), dtype=torch.int32, device=argument.device).expand(argument.shape)
+
+
+def _has_list(arguments: Iterable[Any]) -> bool:
+    """Return True if a list of numbers, which may be indices, is among the arguments of a function."""
+    return any(isinstance(each, list) and each and isinstance(each[0], int) for each in arguments)
 
 
 def _axis_of_features(call: FunctionCall, result: Any) -> int | None:

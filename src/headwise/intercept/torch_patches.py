@@ -20,7 +20,7 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
 from headwise.intercept.contractions import BMM
 from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torchs_own
-from headwise.intercept.function_call import QUERIES, FunctionCall
+from headwise.intercept.function_call import QUERIES, READINGS, FunctionCall
 from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import dispatch_patches
 from headwise.intercept.module_call import keep_mode, must_trace
@@ -60,6 +60,8 @@ class TorchCalls(TorchFunctionMode):
         if func is SDPA:
             keep_mode(call_stack.module_calls)
             return intercepted_sdpa(SDPA, *args, **kwargs)
+        if func in READINGS and call_stack.module_calls[0].recording is not None:
+            call_stack.module_calls[0].recording.on_read(call_stack.module_calls[-1].path)
         call = before_function(FunctionCall(func, args, kwargs))
         if func is TORCH_ATTENTION:
             return _torch_attention(*call.args, **call.kwargs)
