@@ -218,7 +218,7 @@ class CallContexts(threading.local):
         """
         grid, streams = call.grid, list(self._model_call.streams.values())
         of_queries, of_keys = stream_of_queries(call, streams), stream_of_keys(call, streams)
-        real = self._stated.of_call(call.site.path, grid, 0)
+        real = both(self._stated.of_call(call.site.path, grid, 0), call.real_queries)
         lacks_rows = real is None and has_unknown_padding(call, facts, of_queries, streams)
         if lacks_rows:
             self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)

@@ -22,6 +22,7 @@ from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSource
 from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, tokens_and_padding
 from headwise.intercept.origin import CallOrigins
+from headwise.intercept.packed_sequences import PackedSequences
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.intercept.unreadable_tensors import why_not_observed
 from headwise.shapes import Float
@@ -231,6 +232,7 @@ def handlers_of_call(
     keys: Tensor | None = None,
     appended_keys: int = 0,
     is_aligned: bool = False,
+    packed: PackedSequences | None = None,
 ) -> CallHandlers:
     """Report one attention call to the interceptors (objects that observe or change attention) of the models whose
     modules are among `module_calls`. Return the functions by which the interceptors observe or change the call. Within
@@ -247,6 +249,7 @@ def handlers_of_call(
         keys: the keys `(batch, kv_heads, keys, head_dim)`, or features of the values, if they are known.
         appended_keys: number of keys at the end that stand for no token.
         is_aligned: True if the call itself states the positions of its queries and keys.
+        packed: places of the queries among the tokens of the model, if the call packs sequences of different lengths.
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
     handlers = CallHandlers([], [])
@@ -256,6 +259,9 @@ def handlers_of_call(
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
         site = site_of_call(module_call, grid, origins)
+        tokens, padding = tokens_and_padding(nested)
+        if packed is not None:  # the arguments of the modules have the layout of the packed tokens
+            tokens, padding = packed.token_ids(tokens), None
         call = Call(
             site,
             layer_number_of(module_call.module),
@@ -263,14 +269,16 @@ def handlers_of_call(
             grid,
             kv_heads,
             value_dim,
-            *tokens_and_padding(nested),
+            tokens,
+            padding,
             mask_source=mask_source,
             is_recomputation=call_stack.is_recomputing,
             keys=keys,
             appended_keys=appended_keys,
             is_aligned=is_aligned,
             sources=sources,
-            module_arguments=tuple(outer.arguments for outer in reversed(nested)),
+            module_arguments=() if packed is not None else tuple(outer.arguments for outer in reversed(nested)),
+            real_queries=None if packed is None else packed.is_real,
         )
         with call_stack.paused():
             observation = interceptor.observe(call) if is_observed and unobserved is None else None

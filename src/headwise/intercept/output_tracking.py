@@ -65,8 +65,9 @@ def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins) -> None
     sources of the queries, keys and values.
     """
     call_stack.lineage.set_attended(out, origins)
-    others = set(range(1, out.ndim)) - {axes.value, *axes.queries}
-    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins, *others)
+    others = [axis for axis in range(1, out.ndim) if axis not in (axes.value, *axes.queries)]
+    axis_of_heads = others[0] if len(others) == 1 else None
+    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins, axis_of_heads)
     call_stack.attention.outputs.set(out, [FollowedOutput(output, axes_of(out.shape), None)])
 
 

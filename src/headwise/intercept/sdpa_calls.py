@@ -63,11 +63,9 @@ def _reported_sdpa(
     call_stack.lineage.set_attended(out, origins)
     if not key.shape[-2]:  # an empty memory, which nothing attends to
         return out
-    module_calls, axes = call_stack.module_calls[:], OutputAxes(out.ndim - 1, (out.ndim - 2,))
-    q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
-    source = _SDPACall(q, k, v, options, out.shape, module_calls, origins, value, call_stack.appended_keys)
+    source = SDPACall.of(query, key, value, options, out, origins)
     if is_foreign(previous, SDPA):
-        layout = HeadLayout(tuple(out.shape), axes.value, axes.queries, ())
+        layout = HeadLayout(tuple(out.shape), source.axes.value, source.axes.queries, ())
 
         def compute_without_dropout() -> Answer:
             return Answer(layout.by_head(previous(query, key, value, **{**options, "dropout_p": 0.0})), None, None)
@@ -75,11 +73,11 @@ def _reported_sdpa(
         answer = Answer(layout.by_head(out), None, None)
         if not is_attention(lambda: source.problem(layout), lambda: answer, compute_without_dropout):
             return out
-    return hold(AttentionOutput(source, out, axes, module_calls, origins), out)
+    return hold(AttentionOutput(source, out, source.axes, source.module_calls, origins), out)
 
 
 @dataclass(frozen=True, eq=False)
-class _SDPACall(AttentionSource):
+class SDPACall(AttentionSource):
     """One call of SDPA in an intercepted model, with the tensors as the model passed them.
 
     Attributes:
@@ -106,6 +104,21 @@ class _SDPACall(AttentionSource):
     appended_keys: int
     has_usual_axes = True
     problems: dict[HeadLayout, Problem] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], out: Tensor, origins: CallOrigins
+    ) -> "SDPACall":
+        """Return a call in the running modules that has computed the output `out`."""
+        q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
+        return SDPACall(
+            q, k, v, options, out.shape, call_stack.module_calls[:], origins, value, call_stack.appended_keys
+        )
+
+    @property
+    def axes(self) -> OutputAxes:
+        """Axes of values and queries of the output."""
+        return OutputAxes(len(self.shape) - 1, (len(self.shape) - 2,))
 
     @property
     def weight_axes(self) -> list[int | None]:

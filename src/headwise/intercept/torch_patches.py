@@ -15,6 +15,7 @@ from torch.utils import checkpoint
 
 from headwise.attention import attend
 from headwise.intercept import eager_softmax
+from headwise.intercept.adapters.all_engines import engine_patches
 from headwise.intercept.call_handlers import answer_intercepted
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
@@ -197,5 +198,5 @@ def _replacements_for_attention() -> Iterator[Replacement]:
 sdpa_patches = Patches(_replacements_for_sdpa)
 """Context in which calls of SDPA are intercepted, for `accelerate`; several models share it."""
 
-function_patches = Patches(_replacements_for_attention, sdpa_patches, dispatch_patches)
+function_patches = Patches(_replacements_for_attention, sdpa_patches, dispatch_patches, engine_patches)
 """Context in which attention, or parts of it, is intercepted wherever it is computed, for `watch` and `gate`."""
