@@ -165,7 +165,7 @@ class CallContexts(threading.local):
         """
         grid = call.grid
         self._on_left_out(call.site.path, NO_POSITIONS)
-        real = RealTokens(self._stated.of_call(call.site.path, grid, 0), None)
+        real = RealTokens(both(self._stated.of_call(call.site.path, grid, 0), call.real_queries), None)
         if real.queries is None and facts is not None:
             real = real_by_causal_mask(facts, grid.queries, grid.batch)
         if not real.is_known:

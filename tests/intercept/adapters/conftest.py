@@ -12,3 +12,12 @@ def flash_attn(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", flash_attn_stand_in)
     return flash_attn_stand_in
+
+
+@pytest.fixture
+def flash_attn_3(monkeypatch):
+    """Return the module that stands in for `flash_attn_interface` of FlashAttention 3."""
+    import flash_attn_3_stand_in
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_3_stand_in)
+    return flash_attn_3_stand_in

@@ -191,29 +191,163 @@ def test_one_layer_by_flash_attention_and_another_by_sdpa(flash_attn):
     with hw.watch(by_sdpa) as expected:
         by_sdpa(x)
     for row, other in zip(heads.rows(), expected.rows(), strict=True):
-        assert row == pytest.approx(other, rel=1e-9)
+        names = [name for name, value in row.items() if isinstance(value, float)]
+        assert row.keys() == other.keys()
+        assert [row[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-9)
+
+
+def in_pages(tensors, size, order):
+    """Return tensors `(sequences, tokens, ...)` in pages of `size` tokens, in another order, and the table of pages."""
+    count = tensors[0].shape[1] // size
+    order = torch.tensor(order)
+    pages = []
+    for tensor in tensors:
+        split = tensor.unflatten(1, (count, size)).flatten(0, 1)
+        pages.append(torch.empty_like(split).index_copy(0, order, split))
+    return pages, order.view(-1, count).to(torch.int32)
+
+
+@torch.no_grad()
+def test_keys_in_pages(flash_attn):
+    model, lengths = model_of(flash_attn.flash_attn_varlen_func), (5, 1, 8)
+    x = torch.randn(3, 8, WIDTH).double()
+
+    def attend(q, k, v):
+        (k, v), table = in_pages((k, v), 2, (7, 3, 1, 0, 10, 2, 4, 5, 8, 6, 11, 9))
+        packed = torch.cat([row[-length:] for row, length in zip(q, (2, 1, 3), strict=True)])
+        sizes = (cumulative((2, 1, 3)), cumulative(lengths), 3, 8)
+        return flash_attn.flash_attn_varlen_func(packed, k, v, *sizes, causal=True, block_table=table)
+
+    model[0].attend = attend
+    with pytest.warns(UserWarning, match="positions of queries among the keys"), hw.watch(model) as heads:
+        model[0](x)
+    q, k, v = model[0].split(x)
+    found = [
+        of_one(q[row, -queries:], k[row, :length], v[row, :length], {"causal": True})
+        for row, (queries, length) in enumerate(zip((2, 1, 3), lengths, strict=True))
+    ]
+    without = {"distance", "self", "previous", "next", "duplicate", "induction", "first"}
+    require_rows(heads, [each[1] for each in found], [each[0] for each in found], without)
+
+
+class Cached(EngineAttention):
+    """Attention whose keys and values a function of FlashAttention writes to a cache."""
+
+    def __init__(self, function, length):
+        super().__init__(None)
+        self.function, self.filled = function, 0
+        self.cache = [torch.zeros(2, length, 2, DIM, dtype=torch.float64) for _ in range(2)]
+
+    def forward(self, x):
+        q, k, v = self.split(x)
+        out = self.function(q, *self.cache, k, v, cache_seqlens=self.filled, causal=True)
+        self.filled += x.shape[1]
+        return self.out_proj(out.flatten(-2))
+
+
+@torch.no_grad()
+def test_decoding_with_a_cache_continues_the_sequences(flash_attn):
+    torch.manual_seed(2)
+    model = nn.Sequential(Cached(flash_attn.flash_attn_with_kvcache, 12)).double()
+    x = torch.randn(2, 9, WIDTH).double()
+    with hw.watch(model) as heads:
+        for part in (x[:, :5], x[:, 5:6], x[:, 6:9]):
+            model(part)
+    found = [of_one(*tensors, {"causal": True}) for tensors in zip(*model[0].split(x), strict=True)]
+    require_rows(heads, [each[1] for each in found], [each[0] for each in found])
+    assert {row["kind"] for row in heads.rows()} == {"self"}
 
 
 REFUSED = {
-    "with return of another window": ({"window_size": (-3, 0)}, "window_size"),
-    "with a slope of another shape": ({"alibi_slopes": torch.ones(3)}, "bias"),
+    "flash_attn_func": {
+        "qv": torch.ones(2, 7, HEADS, DIM).double(),
+        "q_descale": torch.ones(2, 2),
+        "attention_chunk": 4,
+        "window_size": (-3, 0),
+    },
+    "flash_attn_with_kvcache": {
+        "rotary_cos": torch.ones(7, 3),
+        "cache_leftpad": torch.zeros(2, dtype=torch.int32),
+        "k_descale": torch.ones(2, 2),
+    },
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("function", "argument"), [(function, name) for function, options in REFUSED.items() for name in options]
+)
 @torch.no_grad()
-def test_unreadable_arguments_are_named(flash_attn, name):
-    options, word = REFUSED[name]
+def test_arguments_that_cannot_be_read_are_named(flash_attn_3, function, argument):
+    model, x = model_of(getattr(flash_attn_3, function)), torch.randn(2, 7, WIDTH).double()
+    options = {argument: REFUSED[function][argument]}
+    plain = model[0](x, **options)
+    sentence = rf"none in 0; attention of these modules by {function} with {argument}.* cannot be read$"
+    with pytest.raises(hw.errors.InputError, match=sentence), hw.watch(model):
+        assert torch.equal(model[0](x, **options), plain)
+    with pytest.raises(hw.errors.InputError, match=f"{function} with {argument}"), hw.gate(model, {("0", 1): 0.0}):
+        model[0](x, **options)
 
-    def stub(q, k, v, alibi_slopes=None, window_size=(-1, -1)):
-        return q
 
-    flash_attn_func = flash_attn.flash_attn_func
-    code, flash_attn_func.__code__ = flash_attn_func.__code__, flash_attn_func.__code__
-    model, x = model_of(flash_attn_func), torch.randn(3, 7, WIDTH).double()
-    sentence = rf"attention of these modules by flash_attn_func .*{word}.* cannot be read.*: 0$"
-    try:
-        with pytest.warns(UserWarning, match=sentence), hw.watch(model):
-            model[0](x, **options)
-    except RuntimeError:
-        pytest.skip("the stand-in refuses it as well")
+@torch.no_grad()
+def test_flash_attention_3_reads_used_lengths_and_ignores_speed_options(flash_attn_3):
+    lengths, used = (5, 2, 8), (3, 2, 6)
+
+    def attend(q, k, v):
+        sizes = (cumulative(lengths), cumulative(lengths), 8, 8)
+        used_k = torch.tensor(used, dtype=torch.int32)
+        return flash_attn_3.flash_attn_varlen_func(q, k, v, *sizes, seqused_k=used_k, num_splits=3, pack_gqa=True)
+
+    model, x = model_of(attend), torch.randn(15, WIDTH).double()
+    with pytest.warns(UserWarning, match="positions of queries among the keys"), hw.watch(model) as heads:
+        model(x)
+    parts = zip(*(tensor.split(lengths) for tensor in model[0].split(x)), used, strict=True)
+    found = [of_one(q, k[:count], v[:count], {}) for q, k, v, count in parts]
+    without = {"distance", "self", "previous", "next", "duplicate", "induction", "first"}
+    require_rows(heads, [each[1] for each in found], [each[0] for each in found], without)
+
+
+BINDINGS = {
+    "a default argument": lambda f: lambda q, k, v, function=f: function(q, k, v),
+    "a table": lambda f: {"attend": f}["attend"],
+    "a partial": lambda f: __import__("functools").partial(f, causal=False),
+    "a closure": lambda f: lambda *tensors: f(*tensors),
+    "a compiled function": lambda f: torch.compile(f, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("name", BINDINGS)
+@torch.no_grad()
+def test_calls_are_intercepted_wherever_the_function_is_stored(flash_attn, name):
+    import torch._dynamo  # noqa: F401 - as a program has that compiles functions
+
+    model, x = model_of(BINDINGS[name](flash_attn.flash_attn_func)), torch.randn(2, 7, WIDTH).double()
+    plain = model(x)
+    with hw.watch(model) as heads:
+        assert torch.equal(model(x), plain)
+    found = [of_one(*tensors, {}) for tensors in zip(*model[0].split(x), strict=True)]
+    require_rows(heads, [each[1] for each in found])
+
+
+def test_the_function_is_as_before_after_the_context(flash_attn):
+    import inspect
+
+    function, names = flash_attn.flash_attn_func, set(vars(flash_attn))
+    code, signature = function.__code__, inspect.signature(function)
+    model = model_of(function)
+    with pytest.raises(KeyError), hw.watch(model), hw.gate(model, {("0", 1): 0.0}):
+        assert function.__code__ is not code
+        assert inspect.signature(function) == signature
+        raise KeyError
+    assert function.__code__ is code
+    assert set(vars(flash_attn)) == names
+
+
+@torch.no_grad()
+def test_a_module_that_attends_by_flash_attention_while_it_is_not_watched(flash_attn):
+    model, other = model_of(flash_attn.flash_attn_func), model_of(flash_attn.flash_attn_func)
+    x = torch.randn(2, 7, WIDTH).double()
+    with hw.watch(model) as heads:
+        other(x)
+        model(x)
+    assert len(heads.rows()) == HEADS
+    assert heads.rows()[0]["sequences"] == 2 if "sequences" in heads.rows()[0] else True

@@ -126,6 +126,8 @@ class EngineCall:
         mask_origin: values that determine the mask: calls with the same ones have the same mask. Empty if unknown.
         modified_scores: function that computes the scores of all queries and keys from their scaled products, for an
             engine that lets the model change the scores in any way; None if `options` state the scores.
+        sources: two tensors that depend on the same inputs as keys and values, if the engine itself writes these to a
+            cache, which is not seen; None otherwise.
     """
 
     q: Tensor
@@ -136,6 +138,7 @@ class EngineCall:
     packed: PackedSequences | None = None
     mask_origin: tuple[Any, ...] = ()
     modified_scores: Callable[[Tensor], Tensor] | None = None
+    sources: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def problem(self) -> Problem:

@@ -5,6 +5,7 @@ the same repository), and FlashAttention 4 (`flash_attn/cute/interface.py`). The
 the last query of a sequence has the position of its last key.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Grid
-from headwise.intercept.adapters.engine import Arguments, Engine, EngineCall, UnreadableCall
+from headwise.intercept.adapters.engine import TOKENS_FIRST, Arguments, Engine, EngineCall, UnreadableCall
 from headwise.intercept.adapters.packed_calls import (
     Lengths,
     alibi_bias,
@@ -142,7 +143,7 @@ def _read_cached(arguments: Arguments, mask: Mask | None, slopes: Tensor | None,
     """Read a call with a cache, after the function has written the new keys and values to it."""
     arguments.ignore("rotary_interleaved")  # without rotary_cos, which is refused, it has no effect
     q, k, v = (arguments.take(name) for name in ("q", "k_cache", "v_cache"))
-    new, _ = arguments.take("k"), arguments.take("v")
+    new, new_values = arguments.take("k"), arguments.take("v")
     table, rows = arguments.take("block_table"), arguments.take("cache_batch_idx")
     table = arguments.take("page_table") if table is None else table
     cached, cumulative = arguments.take("cache_seqlens"), arguments.take("cu_seqlens_q")
@@ -152,6 +153,10 @@ def _read_cached(arguments: Arguments, mask: Mask | None, slopes: Tensor | None,
         new = None  # without lengths, the cache is full
     if not isinstance(cached, Tensor):
         cached = torch.full((sequences,), int(cached), device=q.device)
+    sources = None
+    if new is not None:
+        pairs = ((k, new), (v, new_values))
+        sources = tuple(torch.cat([cache[:1, :1].expand(len(each), -1, -1, -1), each], 1) for cache, each in pairs)
     lengths = cached.long() + (0 if new is None else new.shape[1])
     if cumulative is not None:
         of_queries = offsets("cu_seqlens_q", cumulative, len(q))
@@ -166,14 +171,11 @@ def _read_cached(arguments: Arguments, mask: Mask | None, slopes: Tensor | None,
         of_keys, pages, k, v = paged(k, v, table, lengths)
     else:
         raise UnreadableCall("with both cache_batch_idx and block_table")
-    packed = q if cumulative is not None else q.flatten(0, 1)
-    call = packed_call(packed, k, v, of_queries, of_keys, mask, slopes=slopes, pages=pages, **options)
-    return call if cumulative is not None else _in_rows(call)
-
-
-def _in_rows(call: EngineCall) -> EngineCall:
-    """Return a call whose queries are rows of a batch, of equal length, in the layout of these rows."""
-    return EngineCall(call.q, call.k, call.v, call.options)
+    queries = q if cumulative is not None else q.flatten(0, 1)
+    call = packed_call(queries, k, v, of_queries, of_keys, mask, slopes=slopes, pages=pages, **options)
+    if cumulative is not None:
+        return replace(call, sources=sources)
+    return replace(call, sources=sources, layout=TOKENS_FIRST, packed=None)  # queries of equal length, in rows
 
 
 FLASH_ATTENTION = Engine(

@@ -13,7 +13,8 @@ from headwise.intercept.adapters.engine import EngineCall, UnreadableCall, packe
 from headwise.intercept.packed_sequences import PackedSequences
 from headwise.shapes import Float, Int
 
-Lengths = Int[Tensor, " sequences"]
+Lengths = Int[Tensor, " _"]
+"""A number for each sequence."""
 
 
 def band(left: int | None, right: int | None) -> Mask | None:
@@ -67,15 +68,15 @@ def places_in_pages(table: Int[Tensor, "sequences pages"], page_size: int, longe
 
 def packed_call(
     q: Float[Tensor, "tokens heads head_dim"],
-    k: Float[Tensor, "tokens kv_heads head_dim"],
-    v: Float[Tensor, "tokens kv_heads value_dim"],
+    k: Float[Tensor, "places kv_heads head_dim"],
+    v: Float[Tensor, "places kv_heads value_dim"],
     of_queries: tuple[Lengths, Lengths],
     of_keys: tuple[Lengths, Lengths],
     mask: Mask | None = None,
     *,
     slopes: Tensor | None = None,
     is_top_left: bool = False,
-    pages: Int[Tensor, "sequences longest"] | None = None,
+    pages: Int[Tensor, "_ _"] | None = None,
     has_batch_axis: bool = False,
     mask_origin: tuple[Any, ...] = (),
     **options: Any,
