@@ -279,6 +279,7 @@ def handlers_of_call(
             sources=sources,
             module_arguments=() if packed is not None else tuple(outer.arguments for outer in reversed(nested)),
             real_queries=None if packed is None else packed.is_real,
+            real_keys=None if packed is None else packed.real_keys,
         )
         with call_stack.paused():
             observation = interceptor.observe(call) if is_observed and unobserved is None else None

@@ -105,6 +105,7 @@ class Call:
         module_arguments: arguments of the module calls around the attention, by name, those of the innermost first.
         real_queries: True at queries that are tokens, False at padding, if the call itself states them, as a call with
             packed sequences does; None otherwise.
+        real_keys: the same of the keys.
     """
 
     site: SiteKey
@@ -123,6 +124,7 @@ class Call:
     sources: InputSources = UNKNOWN_SOURCES
     module_arguments: tuple[Mapping[str, Any], ...] = ()
     real_queries: Bool[Tensor, "batch queries"] | None = None
+    real_keys: Bool[Tensor, "batch keys"] | None = None
 
     def mask(self) -> ReceivedMask | None:
         """Return the mask that this attention call received, or None if it is unknown. Large negative numbers of an

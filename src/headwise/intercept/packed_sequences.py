@@ -18,11 +18,13 @@ class PackedSequences:
         index: index of each token among the packed ones; any index at padding.
         is_real: True at tokens, False at padding.
         total: number of packed tokens, with those that are in no sequence.
+        real_keys: for the queries of a call, True at the keys that are tokens; None if they are unknown.
     """
 
     index: Int[Tensor, "sequences longest"]
     is_real: Bool[Tensor, "sequences longest"]
     total: int
+    real_keys: Bool[Tensor, "sequences keys"] | None = None
 
     @staticmethod
     def of(

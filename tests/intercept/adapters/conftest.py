@@ -21,3 +21,12 @@ def flash_attn_3(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_3_stand_in)
     return flash_attn_3_stand_in
+
+
+@pytest.fixture
+def xformers(monkeypatch):
+    """Return the module that stands in for `xformers.ops.fmha`."""
+    import xformers_stand_in
+
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha", xformers_stand_in)
+    return xformers_stand_in

@@ -1,5 +1,6 @@
 """Calls with packed sequences, keys in pages and windows around the query: steps that several adapters share."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def packed_call(
         *tensors,
         options={"mask": mask, **options},
         layout=packed_layout(queries, has_batch_axis=has_batch_axis),
-        packed=queries,
+        packed=replace(queries, real_keys=keys.is_real),
         mask_origin=mask_origin,
     )
 

@@ -7,7 +7,7 @@ from headwise.intercept.adapters.packed_calls import band, packed_call
 
 def read(name: str, arguments: Arguments) -> EngineCall:
     """Read a call. Its masks are those of FlashAttention, which computes it."""
-    arguments.ignore("max_q", "max_k", "return_aux", "num_splits", "enable_gqa", "out")
+    arguments.ignore("max_q", "max_k", "return_aux", "num_splits", "enable_gqa")
     q, k, v = (arguments.take(each) for each in ("query", "key", "value"))
     cumulative = [arguments.take(each) for each in ("cu_seq_q", "cu_seq_k")]
     used, table = arguments.take("seqused_k"), arguments.take("block_table")
@@ -28,5 +28,5 @@ def read(name: str, arguments: Arguments) -> EngineCall:
     )
 
 
-VARLEN = Engine(modules=("torch.nn.attention.varlen",), functions=("varlen_attn", "varlen_attn_out"), read=read)
-"""Torch's function, and the one that writes to a tensor of the model."""
+VARLEN = Engine(modules=("torch.nn.attention.varlen",), functions=("varlen_attn",), read=read)
+"""Torch's function. The operator of `varlen_attn_out`, which writes to a tensor of the model, is named as unreadable."""
