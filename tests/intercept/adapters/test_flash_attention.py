@@ -102,12 +102,16 @@ def test_packed_queries_and_keys_of_other_lengths(flash_attn, causal):
 PACKED = {
     "flash_attn_qkvpacked_func": lambda f: lambda q, k, v, **o: f(torch.stack([q, k, v], 2), **o),
     "flash_attn_kvpacked_func": lambda f: lambda q, k, v, **o: f(q, torch.stack([k, v], 2), **o),
-    "flash_attn_varlen_qkvpacked_func": lambda f: lambda q, k, v, **o: f(
-        torch.stack([q, k, v], -3).flatten(0, 1), cumulative([6, 6]), 6, **o
-    ).unflatten(0, (2, 6)),
-    "flash_attn_varlen_kvpacked_func": lambda f: lambda q, k, v, **o: f(
-        q.flatten(0, 1), torch.stack([k, v], -3).flatten(0, 1), cumulative([6, 6]), cumulative([6, 6]), 6, 6, **o
-    ).unflatten(0, (2, 6)),
+    "flash_attn_varlen_qkvpacked_func": lambda f: (
+        lambda q, k, v, **o: f(torch.stack([q, k, v], -3).flatten(0, 1), cumulative([6, 6]), 6, **o).unflatten(
+            0, (2, 6)
+        )
+    ),
+    "flash_attn_varlen_kvpacked_func": lambda f: (
+        lambda q, k, v, **o: f(
+            q.flatten(0, 1), torch.stack([k, v], -3).flatten(0, 1), cumulative([6, 6]), cumulative([6, 6]), 6, 6, **o
+        ).unflatten(0, (2, 6))
+    ),
 }
 
 

@@ -128,7 +128,11 @@ def test_two_axes_of_heads(xformers, is_packed):
         out = model(x)
     torch.testing.assert_close(out, other(x))
     tensors = model[0].split(x)
-    found = [attended(*each, mask, None, None) for each in sequences_of(*tensors, mask)] if is_packed else of_batch(tensors, mask)
+    found = (
+        [attended(*each, mask, None, None) for each in sequences_of(*tensors, mask)]
+        if is_packed
+        else of_batch(tensors, mask)
+    )
     require_rows(heads, [each[1] for each in found], [each[0] for each in found])
 
 

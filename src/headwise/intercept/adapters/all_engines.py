@@ -7,7 +7,7 @@ from headwise.intercept.adapters.torch_flex import FLEX
 from headwise.intercept.adapters.torch_varlen import VARLEN
 from headwise.intercept.adapters.xformers import XFORMERS
 
-ENGINES: list[Engine] = [FLASH_ATTENTION, VARLEN, FLEX, XFORMERS]
+ENGINES: tuple[Engine, ...] = (FLASH_ATTENTION, VARLEN, FLEX, XFORMERS)
 """The engines. Functions of `transformers` are intercepted by `hf_calls.py`, and read by `transformers_engines.py`."""
 
 engine_patches = FunctionPatches(ENGINES)

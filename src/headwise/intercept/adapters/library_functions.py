@@ -8,7 +8,6 @@ The original code runs in a second function object. This also intercepts a funct
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -28,10 +27,14 @@ class FunctionPatches(Patches):
 
     Args:
         engines: engines whose functions are intercepted, if their libraries are loaded when the context is entered.
+
+    Attributes:
+        engines: the engines.
     """
 
     def __init__(self, engines: Iterable[Engine]) -> None:
-        super().__init__(partial(_replacements, engines))
+        super().__init__(lambda: _replacements(self.engines))
+        self.engines = tuple(engines)
 
     def _replace(self, owner: FunctionType, name: str, function: Callable[..., Any]) -> None:
         """Exchange the code of the function `owner` for code that calls `function`, which is stored under `name` among
