@@ -15,7 +15,7 @@ class PackedSequences:
     among the packed tokens.
 
     Attributes:
-        index: index of each token among the packed ones; any index at padding.
+        index: index of each token among the packed ones; that of another token at padding.
         is_real: True at tokens, False at padding.
         total: number of packed tokens, with those that are in no sequence.
         real_keys: for the queries of a call, True at the keys that are tokens; None if they are unknown.
@@ -43,7 +43,9 @@ class PackedSequences:
         if is_padded_left:
             place = place - (longest - lengths)[:, None]
         is_real = (place >= 0) & (place < lengths[:, None])
-        return PackedSequences((starts[:, None] + place).masked_fill(~is_real, 0), is_real, total)
+        # Padding repeats the first or last token, so that the order of the tokens is not disturbed.
+        place = torch.minimum(place.clamp(min=0), (lengths[:, None] - 1).clamp(min=0))
+        return PackedSequences((starts[:, None] + place).clamp(max=max(total - 1, 0)), is_real, total)
 
     @property
     def is_full(self) -> bool:

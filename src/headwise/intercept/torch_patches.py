@@ -16,6 +16,8 @@ from torch.utils import checkpoint
 from headwise.attention import attend
 from headwise.intercept import eager_softmax
 from headwise.intercept.adapters.all_engines import engine_patches
+from headwise.intercept.adapters.answer import answered_by_engine
+from headwise.intercept.adapters.torch_operators import OPERATORS, read
 from headwise.intercept.call_handlers import answer_intercepted
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
@@ -57,8 +59,8 @@ class TorchCalls(TorchFunctionMode):
         func = torchs_own(func)
         if call_stack.torch_mode is not self or not call_stack.intercepts:
             return func(*args, **kwargs)  # the mode is another one where a backward pass repeats modules in a module
-        if func is SDPA:
-            return intercepted_sdpa(SDPA, *args, **kwargs)
+        if func is SDPA or func in OPERATORS:
+            return _attention(func, args, kwargs)
         call = before_function(FunctionCall(func, args, kwargs))
         if func is TORCH_ATTENTION:
             return _torch_attention(*call.args, **call.kwargs)
@@ -70,6 +72,16 @@ class TorchCalls(TorchFunctionMode):
         else:
             call_stack.lineage.tokens.record(call, result)
         return result
+
+
+def _attention(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute a call of SDPA, or of an operator of torch for attention, inside an intercepted model. Return its result,
+    with the interceptors' changes.
+    """
+    if function is SDPA:
+        return intercepted_sdpa(SDPA, *args, **kwargs)
+    name = OPERATORS[function].__name__
+    return answered_by_engine(name, lambda: function(*args, **kwargs), lambda: read(function, args, kwargs))
 
 
 def _recorded(call: FunctionCall, result: Any) -> Any:

@@ -4,7 +4,6 @@ Options that change attention, and that headwise refuses to read, change the out
 """
 
 import torch
-
 from flash_attn_stand_in import one_sequence
 
 

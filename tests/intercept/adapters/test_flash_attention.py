@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from engine_model import DIM, HEADS, WIDTH, EngineAttention, model_of, require_rows
+from flash_attn_stand_in import one_sequence
 from torch import nn
 
 import headwise as hw
-from engine_model import DIM, HEADS, WIDTH, EngineAttention, model_of, require_rows
-from flash_attn_stand_in import one_sequence
 
 OPTIONS = {
     "plain": {},
@@ -49,7 +49,7 @@ def test_batches_are_observed_with_every_option(flash_attn, name):
     assert {row["kind"] for row in heads.rows()} == {"self"}
 
 
-@pytest.mark.parametrize("queries", (3, 9))
+@pytest.mark.parametrize("queries", [3, 9])
 @torch.no_grad()
 def test_cross_attention_of_other_lengths_is_aligned_with_the_last_key(flash_attn, queries):
     model, options = model_of(flash_attn.flash_attn_func), {"causal": True, "window_size": (4, 0)}
@@ -83,7 +83,7 @@ def test_packed_sequences_are_rows_of_the_statistics(flash_attn, name):
     require_rows(heads, [each[1] for each in found], [each[0] for each in found])
 
 
-@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("causal", [False, True])
 @torch.no_grad()
 def test_packed_queries_and_keys_of_other_lengths(flash_attn, causal):
     lengths, key_lengths = (2, 5, 1), (6, 7, 3)
@@ -142,7 +142,7 @@ def test_training_keeps_the_gradients_and_counts_weights_before_dropout(flash_at
     require_rows(heads, [each[1].detach() for each in found], [each[0].detach() for each in found])
 
 
-@pytest.mark.parametrize("is_packed", (False, True))
+@pytest.mark.parametrize("is_packed", [False, True])
 def test_a_gate_multiplies_the_columns_of_the_projection_also_in_the_gradient(flash_attn, is_packed):
     attend = varlen(flash_attn.flash_attn_varlen_func, LENGTHS) if is_packed else flash_attn.flash_attn_func
     model, x = model_of(attend), torch.randn(*((14,) if is_packed else (2, 7)), WIDTH).double()
@@ -314,7 +314,7 @@ BINDINGS = {
     "a default argument": lambda f: lambda q, k, v, function=f: function(q, k, v),
     "a table": lambda f: {"attend": f}["attend"],
     "a partial": lambda f: __import__("functools").partial(f, causal=False),
-    "a closure": lambda f: lambda *tensors: f(*tensors),
+    "a closure": lambda f: f,
     "a compiled function": lambda f: torch.compile(f, backend="eager"),
 }
 
@@ -322,7 +322,7 @@ BINDINGS = {
 @pytest.mark.parametrize("name", BINDINGS)
 @torch.no_grad()
 def test_calls_are_intercepted_wherever_the_function_is_stored(flash_attn, name):
-    import torch._dynamo  # noqa: F401 - as a program has that compiles functions
+    import torch._dynamo
 
     model, x = model_of(BINDINGS[name](flash_attn.flash_attn_func)), torch.randn(2, 7, WIDTH).double()
     plain = model(x)
@@ -338,10 +338,12 @@ def test_the_function_is_as_before_after_the_context(flash_attn):
     function, names = flash_attn.flash_attn_func, set(vars(flash_attn))
     code, signature = function.__code__, inspect.signature(function)
     model = model_of(function)
-    with pytest.raises(KeyError), hw.watch(model), hw.gate(model, {("0", 1): 0.0}):
+    with hw.watch(model), hw.gate(model, {("0", 1): 0.0}):
         assert function.__code__ is not code
         assert inspect.signature(function) == signature
-        raise KeyError
+        model(torch.randn(2, 7, WIDTH).double())
+    with pytest.raises(ValueError, match="dropout"), hw.gate(model, {("0", 1): 0.0}):  # the engine itself raises
+        model[0](torch.randn(2, 7, WIDTH).double(), dropout_p=-1.0)
     assert function.__code__ is code
     assert set(vars(flash_attn)) == names
 
@@ -353,5 +355,30 @@ def test_a_module_that_attends_by_flash_attention_while_it_is_not_watched(flash_
     with hw.watch(model) as heads:
         other(x)
         model(x)
-    assert len(heads.rows()) == HEADS
-    assert heads.rows()[0]["sequences"] == 2 if "sequences" in heads.rows()[0] else True
+    found = [of_one(*tensors, {}) for tensors in zip(*model[0].split(x), strict=True)]
+    require_rows(heads, [each[1] for each in found])
+
+
+@torch.no_grad()
+def test_positions_of_gates_are_those_within_packed_sequences(flash_attn):
+    attend = varlen(flash_attn.flash_attn_varlen_func, LENGTHS)
+    model, x = model_of(attend), torch.randn(sum(LENGTHS), WIDTH).double()
+    plain = model[0](x, causal=True)
+    with hw.gate(model, {("0", 1): 0.0}, positions=[1]):
+        gated = model[0](x, causal=True)
+    assert (gated != plain).any(-1).nonzero().flatten().tolist() == [1, 7]  # the second token of sequences 0 and 2
+    other = model_of(varlen(flash_attn.flash_attn_varlen_func, LENGTHS, (6, 4, 9)))
+    context = torch.randn(19, WIDTH).double()
+    with pytest.raises(hw.errors.InputError, match="positions"), hw.gate(other, {("0", 1): 0.0}, positions=[1]):
+        other[0](x, context, causal=True)
+
+
+def test_training_is_monitored(flash_attn):
+    model, x = model_of(flash_attn.flash_attn_func), torch.randn(2, 7, WIDTH).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with hw.monitor(model, every=1) as monitor:
+        for _ in range(2):
+            model[0](x, causal=True).square().sum().backward()
+            optimizer.step()
+            monitor.step()
+    assert {row["head"] for row in monitor.history.rows()} == set(range(HEADS))

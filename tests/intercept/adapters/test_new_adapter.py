@@ -4,10 +4,10 @@ import sys
 from types import ModuleType
 
 import torch
+from engine_model import HEADS, WIDTH, model_of, require_rows
 from torch import nn
 
 import headwise as hw
-from engine_model import HEADS, WIDTH, model_of, require_rows
 from headwise.attention.masks.factories import causal
 from headwise.intercept.adapters import all_engines
 from headwise.intercept.adapters.engine import TOKENS_FIRST, Arguments, Engine, EngineCall
@@ -22,7 +22,7 @@ def swift_attention(queries, keys, values, *, looks_ahead=True, temperature=1.0,
 
 
 def read(name: str, arguments: Arguments) -> EngineCall:
-    """Read a call of `swift_attention`. Arguments that are not read here are refused, unless they have their default."""
+    """Read a call of `swift_attention`. Other arguments are refused, unless they have their default."""
     arguments.ignore("blocks")
     q, k, v = (arguments.take(each).transpose(1, 2) for each in ("queries", "keys", "values"))
     options = {

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from engine_model import DIM, HEADS, KV_HEADS, WIDTH, EngineAttention, model_of, require_rows
+from flash_attn_stand_in import flash_attn_varlen_func, one_sequence
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import headwise as hw
-from engine_model import DIM, HEADS, KV_HEADS, WIDTH, EngineAttention, model_of, require_rows
-from flash_attn_stand_in import flash_attn_varlen_func, one_sequence
 from headwise.intercept.adapters.engine import UnreadableCall
 from headwise.intercept.adapters.flex_masks import over_block
 from oracles import plain_attention, statistics_of
@@ -30,7 +30,7 @@ def varlen_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", operator)
 
 
-@pytest.mark.parametrize("window", ((-1, -1), (-1, 0), (2, 0), (1, 2)))
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0), (1, 2)])
 @torch.no_grad()
 def test_varlen_attn_is_observed(varlen_on_cpu, window):
     def attend(q, k, v):
@@ -73,6 +73,49 @@ def test_packed_sequences_have_their_own_tokens(varlen_on_cpu):
             numbers = [each[name] for each in values if name in each]
             assert row[name] == pytest.approx(sum(numbers) / len(numbers), rel=1e-9), name
     assert {"duplicate", "induction", "special"} <= heads.rows()[0].keys()
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_overload", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"scale": 0.6}, {"attn_mask": torch.randn(9, 9).double()}]
+)
+@torch.no_grad()
+def test_operators_are_observed_and_gated(options, has_overload):
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    operator = operator.default if has_overload else operator
+
+    def attend(*tensors):
+        return operator(*(tensor.transpose(1, 2) for tensor in tensors), **options)[0].transpose(1, 2)
+
+    model, x = model_of(attend, kv_heads=HEADS), torch.randn(2, 9, WIDTH).double()
+    other = copy.deepcopy(model)
+    other[0].out_proj.weight[:, DIM : 2 * DIM] *= 0.3
+    with hw.watch(model) as heads, hw.gate(model, {("0", 1): 0.3}):
+        out = model(x)
+    torch.testing.assert_close(out, other(x))
+    q, k, v = (tensor.transpose(1, 2) for tensor in model[0].split(x))
+    allowed = torch.ones(9, 9).tril().bool() if options.get("is_causal") else None
+    plain = plain_attention(q, k, v, allowed, options.get("attn_mask"), options.get("scale"))
+    require_rows(heads, list(plain.weights), list(plain.out.transpose(1, 2)))
+
+
+@torch.no_grad()
+def test_a_causal_operator_with_other_numbers_of_keys_is_named():
+    def attend(*tensors):
+        q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[:, :, :4], k, v, is_causal=True)[
+            0
+        ].transpose(1, 2)
+
+    model = model_of(attend, kv_heads=HEADS)
+    with (
+        pytest.raises(hw.errors.InputError, match="with is_causal and other numbers of queries than of keys"),
+        hw.watch(model),
+    ):
+        model(torch.randn(2, 9, WIDTH).double())
 
 
 # -- flex_attention --------------------------------------------------------------------------------------------------
@@ -143,7 +186,7 @@ FLEX = {
 }
 
 
-@pytest.mark.parametrize("is_compiled", (False, True))
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("name", FLEX)
 @torch.no_grad()
 def test_flex_attention_is_observed(name, is_compiled):

@@ -109,7 +109,7 @@ def batch(side):
     return ids, padded, (padded != 0).long()
 
 
-@pytest.mark.parametrize("implementation", ("flash_attention_2", "flash_attention_3", "flex_attention"))
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention"])
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_a_batch_with_padding(engine, name, implementation):
@@ -124,8 +124,8 @@ def test_a_batch_with_padding(engine, name, implementation):
     require_equal(heads, rows)
 
 
-@pytest.mark.parametrize("by", ("position_ids", "cu_seq_lens"))
-@pytest.mark.parametrize("name", ("llama", "mistral, window"))
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
+@pytest.mark.parametrize("name", ["llama", "mistral, window"])
 @torch.no_grad()
 def test_packed_sequences_are_rows_of_the_statistics(engine, name, by):
     torch.manual_seed(5)
@@ -147,7 +147,7 @@ def test_packed_sequences_are_rows_of_the_statistics(engine, name, by):
     require_equal(heads, rows)
 
 
-@pytest.mark.parametrize("name", ("llama", "mistral, window"))
+@pytest.mark.parametrize("name", ["llama", "mistral, window"])
 @torch.no_grad()
 def test_decoding_with_a_cache(engine, name):
     torch.manual_seed(5)
@@ -166,7 +166,7 @@ def test_decoding_with_a_cache(engine, name):
                 assert row[statistic] == pytest.approx(values[statistic], rel=5e-6), statistic
 
 
-@pytest.mark.parametrize("implementation", ("flash_attention_2", "flex_attention"))
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
 @torch.no_grad()
 def test_a_gate_acts_as_with_sdpa(engine, implementation):
     torch.manual_seed(5)

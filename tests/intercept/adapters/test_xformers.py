@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-
-import headwise as hw
 import xformers_stand_in as stand_in
 from engine_model import DIM, HEADS, WIDTH, EngineAttention, model_of, require_rows
+from torch import nn
 from xformers_stand_in import Spans, attended, sequences_of
+
+import headwise as hw
 
 POSITIONS = {"distance", "self", "previous", "next", "duplicate", "induction"}
 MASKS = {
@@ -47,7 +47,7 @@ def test_batches_are_observed_with_every_mask(xformers, name):
     require_rows(heads, [each[1] for each in found], [each[0] for each in found])
 
 
-@pytest.mark.parametrize("name", ("LowerTriangularMask", "LowerTriangularFromBottomRightMask"))
+@pytest.mark.parametrize("name", ["LowerTriangularMask", "LowerTriangularFromBottomRightMask"])
 @torch.no_grad()
 def test_causal_cross_attention_is_aligned_as_the_mask_states(xformers, name):
     model, mask = model_of(xformers.memory_efficient_attention, kv_heads=HEADS), MASKS[name]
@@ -112,7 +112,7 @@ def test_packed_sequences_with_other_keys(xformers, name):
     require_rows(heads, [each[1] for each in found], [each[0] for each in found], POSITIONS)
 
 
-@pytest.mark.parametrize("is_packed", (False, True))
+@pytest.mark.parametrize("is_packed", [False, True])
 @torch.no_grad()
 def test_two_axes_of_heads(xformers, is_packed):
     mask = packed_mask(xformers, PACKED, "BlockDiagonalCausalMask") if is_packed else stand_in.LowerTriangularMask()
@@ -136,7 +136,7 @@ def test_two_axes_of_heads(xformers, is_packed):
     require_rows(heads, [each[1] for each in found], [each[0] for each in found])
 
 
-@pytest.mark.parametrize("name", ("none", "LowerTriangularMask"))
+@pytest.mark.parametrize("name", ["none", "LowerTriangularMask"])
 @torch.no_grad()
 def test_heads_in_the_axis_of_the_batch(xformers, name):
     mask = MASKS[name]
@@ -162,9 +162,9 @@ def test_masks_that_cannot_be_read_are_named(xformers):
         pass
 
     model, x = model_of(xformers.memory_efficient_attention, kv_heads=HEADS), torch.randn(2, 7, WIDTH).double()
-    with pytest.raises(hw.errors.InputError, match="memory_efficient_attention with OwnMask cannot be read"):
-        with hw.watch(model):
-            model[0](x, attn_bias=OwnMask())
+    sentence = "memory_efficient_attention with OwnMask cannot be read"
+    with pytest.raises(hw.errors.InputError, match=sentence), hw.watch(model):
+        model[0](x, attn_bias=OwnMask())
 
 
 def test_training_with_dropout(xformers):

@@ -128,8 +128,9 @@ def attended(q, k, v, bias, added, scale, p=0.0):
 def sequences_of(q, k, v, bias):
     """Yield the queries, keys and values of each packed sequence; heads are one axis."""
     spans = zip(bias.q_seqinfo.intervals(), bias.k_seqinfo.intervals(), strict=True)
-    for b, ((first, stop), (first_key, stop_key)) in enumerate(spans):
+    for b, ((first, stop), span_of_keys) in enumerate(spans):
         keys, values = k[0], v[0]
+        first_key, stop_key = span_of_keys
         if hasattr(bias, "block_tables"):
             pages = bias.block_tables[b].long()
             keys, values = (t[0].unflatten(0, (-1, bias.page_size))[pages].flatten(0, 1) for t in (k, v))

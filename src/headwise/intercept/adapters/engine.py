@@ -16,31 +16,34 @@ from headwise.intercept.packed_sequences import PackedSequences
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
 
 
-class UnreadableCall(Exception):  # noqa: N818 - it is no error of the user: the call runs unobserved, and is named
+class UnreadableCall(Exception):
     """Raised by an adapter for a call that it cannot read. The message names the argument or value that is the reason,
     as the end of "attention of these modules by flash_attn_func ...", such as "with qv".
     """
 
 
 class Arguments:
-    """Arguments of one call of an engine's function, by name, with the function's own defaults.
+    """Arguments of one call of an engine's function, by name.
 
     Args:
-        function: the function.
-        args: arguments by position.
-        kwargs: arguments by name.
+        values: the arguments, also those that the call leaves at their defaults.
+        defaults: the function's own defaults.
     """
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, values: dict[str, Any], defaults: dict[str, Any]) -> None:
+        self._values, self._defaults, self._unread = values, defaults, set(values)
+
+    @staticmethod
+    def of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Arguments":
+        """Return the arguments `args`, by position, and `kwargs`, by name, of a call of a Python function."""
         parameters = signature(function).parameters
         bound = signature(function).bind(*args, **kwargs)
         bound.apply_defaults()
-        self._defaults = {name: each.default for name, each in parameters.items()}
-        self._values = dict(bound.arguments)
+        values = dict(bound.arguments)
         for name, parameter in parameters.items():
             if parameter.kind is Parameter.VAR_KEYWORD:
-                self._values |= self._values.pop(name)
-        self._unread = set(self._values)
+                values |= values.pop(name)
+        return Arguments(values, {name: each.default for name, each in parameters.items()})
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return the argument `name`, which then counts as read. Return `default` if the function has no such
@@ -61,8 +64,8 @@ class Arguments:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return True if an argument has the value `default`. If this is one of None, False and 0, which turn an option off,
-    the others count as equal.
+    """Return True if an argument has the value `default`. If this is one of None, False and 0, which turn an option
+    off, the others count as equal.
     """
     if value is default:
         return True
@@ -168,8 +171,8 @@ class EngineCall:
 
 
 class HeadsInBatch(NamedTuple):
-    """One call of an attention engine without an axis of heads: they may be in the axis of the batch. Later functions of
-    the model show this, as for calls of torch's `scaled_dot_product_attention`.
+    """One call of an attention engine without an axis of heads: they may be in the axis of the batch. Later functions
+    of the model show this, as for calls of torch's `scaled_dot_product_attention`.
 
     Attributes:
         q: queries `(..., queries, head_dim)`.
@@ -193,8 +196,8 @@ class Engine:
             packages whose last name is the same.
         functions: names of the functions.
         read: function that reads a call: it receives the function's name and the arguments, and returns an
-            `EngineCall`, or `HeadsInBatch`. It is called after the engine has computed its output. It raises `UnreadableCall`, or
-            `InputError`, if the call cannot be read.
+            `EngineCall`, or `HeadsInBatch`. It is called after the engine has computed its output. It raises
+            `UnreadableCall`, or `InputError`, if the call cannot be read.
     """
 
     modules: tuple[str, ...]

@@ -1,8 +1,8 @@
 """Calls of FlashAttention: the package `flash_attn`, and FlashAttention 3 and 4.
 
-Read off flash-attn 2.8.3 (`flash_attn/flash_attn_interface.py`), FlashAttention 3 (`hopper/flash_attn_interface.py` of
-the same repository), and FlashAttention 4 (`flash_attn/cute/interface.py`). The masks are aligned with the bottom right:
-the last query of a sequence has the position of its last key.
+Read off flash-attn 2.8.3 (`flash_attn/flash_attn_interface.py`), and FlashAttention 3 and 4 of the same repository
+(`hopper/flash_attn_interface.py`, `flash_attn/cute/interface.py`). The masks are aligned with the bottom right: the
+last query of a sequence has the position of its last key.
 """
 
 from dataclasses import replace

@@ -1,9 +1,9 @@
 """Functions of attention engines, intercepted wherever a model refers to them.
 
-Models import such functions by name, and store them in attributes, closures and tables. So the function object itself is
-changed while a model is intercepted: its code (`__code__`) is exchanged for code that calls an intercepting function.
-The original code runs in a second function object. This also intercepts a function that the model has compiled by
-`torch.compile`: the compiled code of the original function is used as before.
+Models import such functions by name, and store them in attributes, closures and tables. So the function object itself
+is changed while a model is intercepted: its code (`__code__`) is exchanged for code that calls an intercepting
+function. The original code runs in a second function object. This also intercepts a function that the model has
+compiled by `torch.compile`: the compiled code of the original function is used as before.
 """
 
 import sys
@@ -100,8 +100,8 @@ def _intercepting(function: FunctionType, name: str, engine: Engine) -> Function
 
 
 def _code_with_parameters_of(code: CodeType, called: str) -> CodeType:
-    """Return code with the same parameters as `code`, so that defaults and the signature stay valid. It calls the global
-    function `called` with all arguments.
+    """Return code with the same parameters as `code`, so that defaults and the signature stay valid. It calls the
+    global function `called` with all arguments.
     """
     names = list(code.co_varnames)
     positional, keyword_only = names[: code.co_argcount], names[code.co_argcount :][: code.co_kwonlyargcount]
@@ -114,7 +114,7 @@ def _code_with_parameters_of(code: CodeType, called: str) -> CodeType:
         parameters.insert(code.co_posonlyargcount, "/")
     source = f"def {code.co_name}({', '.join(parameters)}):\n    return {called}({', '.join(arguments)})"
     namespace: dict[str, Any] = {}
-    exec(source, namespace)  # noqa: S102 - the only way to make a function with given parameters
+    exec(source, namespace)
     new: CodeType = namespace[code.co_name].__code__
     return new.replace(co_freevars=code.co_freevars, co_filename=__file__)
 
@@ -141,7 +141,7 @@ def _finish(
     """
 
     def read() -> EngineCall | HeadsInBatch:
-        arguments = Arguments(original, args, kwargs)
+        arguments = Arguments.of(original, args, kwargs)
         call = engine.read(name, arguments)
         arguments.require_read()
         return call

@@ -29,4 +29,4 @@ def read(name: str, arguments: Arguments) -> EngineCall:
 
 
 VARLEN = Engine(modules=("torch.nn.attention.varlen",), functions=("varlen_attn",), read=read)
-"""Torch's function. The operator of `varlen_attn_out`, which writes to a tensor of the model, is named as unreadable."""
+"""Torch's function. Calls of `varlen_attn_out`, which writes to a tensor of the model, are named as unreadable."""
