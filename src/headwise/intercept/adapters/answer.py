@@ -19,6 +19,9 @@ from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.sdpa_calls import SDPACall
 from headwise.intercept.unreadable_tensors import reports_unreadable
 
+UNEXPECTED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""Errors of an adapter for a call of a form that it does not expect, as of another version of the library."""
+
 
 def answered_by_engine(name: str, compute: Callable[[], Any], read: Callable[[], EngineCall | HeadsInBatch]) -> Any:
     """Let an attention engine compute a call, and return its result with the interceptors' changes. If the call cannot
@@ -42,8 +45,9 @@ def finished(name: str, result: Any, read: Callable[[], EngineCall | HeadsInBatc
     try:
         call = read()
         if isinstance(call, EngineCall):
-            call.problem  # noqa: B018 - checks the tensors
-    except (UnreadableCall, InputError) as error:
+            with call_stack.paused():
+                call.problem  # noqa: B018 - checks the tensors
+    except (UnreadableCall, InputError, *UNEXPECTED) as error:
         _report_unreadable(name, error)
         return result
     changed = _answered(out, call) if isinstance(call, EngineCall) else _followed(out, call)
@@ -99,11 +103,11 @@ def _followed(out: Tensor, call: HeadsInBatch) -> Tensor:
     return hold(AttentionOutput(source, out, source.axes, source.module_calls, origins), out)
 
 
-def _report_unreadable(function: str, error: UnreadableCall | InputError) -> None:
+def _report_unreadable(function: str, error: Exception) -> None:
     """Report the running module to the interceptors as unreadable, since an adapter cannot read its call of an engine's
     `function`. The error states why.
     """
-    reason = str(error) if isinstance(error, UnreadableCall) else f"({error})"
+    reason = str(error) if isinstance(error, UnreadableCall) else f"({type(error).__name__}: {error})"
     sentence = f"attention of these modules by {function} {reason} cannot be read"
     for module_call in {id(each.interceptor): each for each in call_stack.module_calls}.values():
         module_call.interceptor.on_unreadable(module_call.path, sentence)

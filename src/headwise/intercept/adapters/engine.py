@@ -147,7 +147,9 @@ class EngineCall:
     def problem(self) -> Problem:
         """The call as a `Problem`, without gradients; without changes by `modified_scores`."""
         tensors = (tensor.detach() for tensor in widest_dtype_under_autocast(self.q, self.k, self.v))
-        options = {name: value.detach() if isinstance(value, Tensor) else value for name, value in self.options.items()}
+        options: dict[str, Any] = {
+            name: value.detach() if isinstance(value, Tensor) else value for name, value in self.options.items()
+        }
         return Problem.checked(*tensors, **options)
 
     @property

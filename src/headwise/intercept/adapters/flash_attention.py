@@ -79,11 +79,14 @@ def _tensors(name: str, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     if "qkvpacked" in name:
         qkv, heads = arguments.take("qkv"), arguments.take("num_heads_q")
         if heads is None:
-            return qkv.unbind(-3)
-        of_keys = (qkv.shape[-2] - heads) // 2  # FlashAttention 3 also concatenates the heads
-        return qkv.split([heads, of_keys, of_keys], -2)
+            q, k, v = qkv.unbind(-3)
+        else:  # FlashAttention 3 also concatenates the heads
+            of_keys = (qkv.shape[-2] - heads) // 2
+            q, k, v = qkv.split([heads, of_keys, of_keys], -2)
+        return q, k, v
     if "kvpacked" in name:
-        return (arguments.take("q"), *arguments.take("kv").unbind(-3))
+        k, v = arguments.take("kv").unbind(-3)
+        return arguments.take("q"), k, v
     return arguments.take("q"), arguments.take("k"), arguments.take("v")
 
 
@@ -155,8 +158,7 @@ def _read_cached(arguments: Arguments, mask: Mask | None, slopes: Tensor | None,
         cached = torch.full((sequences,), int(cached), device=q.device)
     sources = None
     if new is not None:
-        pairs = ((k, new), (v, new_values))
-        sources = tuple(torch.cat([cache[:1, :1].expand(len(each), -1, -1, -1), each], 1) for cache, each in pairs)
+        sources = _with_cached(new, k), _with_cached(new_values, v)
     lengths = cached.long() + (0 if new is None else new.shape[1])
     if cumulative is not None:
         of_queries = offsets("cu_seqlens_q", cumulative, len(q))
@@ -176,6 +178,11 @@ def _read_cached(arguments: Arguments, mask: Mask | None, slopes: Tensor | None,
     if cumulative is not None:
         return replace(call, sources=sources)
     return replace(call, sources=sources, layout=TOKENS_FIRST, packed=None)  # queries of equal length, in rows
+
+
+def _with_cached(new: Tensor, cache: Tensor) -> Tensor:
+    """Return new keys or values after a cached one, so that they depend on the inputs of both."""
+    return torch.cat([cache[:1, :1].expand(len(new), -1, -1, -1), new], 1)
 
 
 FLASH_ATTENTION = Engine(

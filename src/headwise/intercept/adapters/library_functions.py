@@ -8,6 +8,7 @@ compiled by `torch.compile`: the compiled code of the original function is used 
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -70,19 +71,20 @@ def _replacements(engines: Iterable[Engine]) -> Iterator[Replacement]:
                     yield Replacement(function, GLOBAL_NAME.format(name), _intercepting(function, name, engine))
 
 
-def _intercepting(function: FunctionType, name: str, engine: Engine) -> FunctionType:
+def _intercepting(function: FunctionType, name: str, engine: Engine) -> Callable[..., Any]:
     """Return a function that calls `function` of an engine, and intercepts the call inside intercepted models."""
     original = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     original.__kwdefaults__ = function.__kwdefaults__
+    vars(original).update(vars(function))  # such as the function that a decorator wraps, which has the signature
 
     def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         return _finish(original, name, engine, args, kwargs, result)
 
     begin: Callable[[], Callable[[], None] | None] = _begin
     if "torch._dynamo" in sys.modules:
-        begin, finish = torch.compiler.disable(begin), torch.compiler.disable(finish)
+        begin, finish = (torch.compiler.disable(each) for each in (begin, finish))  # type: ignore[no-untyped-call]
 
     def intercepting(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -106,20 +108,24 @@ def _code_with_parameters_of(code: CodeType, called: str) -> CodeType:
     names = list(code.co_varnames)
     positional, keyword_only = names[: code.co_argcount], names[code.co_argcount :][: code.co_kwonlyargcount]
     variadic = names[code.co_argcount + code.co_kwonlyargcount :]
-    rest = [f"*{variadic.pop(0)}"] if code.co_flags & _HAS_VARARGS else []
-    named = [f"**{variadic.pop(0)}"] if code.co_flags & _HAS_VARKEYWORDS else []
+    rest = [f"*{variadic.pop(0)}"] if code.co_flags & CO_VARARGS else []
+    named = [f"**{variadic.pop(0)}"] if code.co_flags & CO_VARKEYWORDS else []
     arguments = [*positional, *rest, *(f"{name}={name}" for name in keyword_only), *named]
     parameters = [*positional, *(rest or ["*"] * bool(keyword_only)), *keyword_only, *named]
     if code.co_posonlyargcount:
         parameters.insert(code.co_posonlyargcount, "/")
-    source = f"def {code.co_name}({', '.join(parameters)}):\n    return {called}({', '.join(arguments)})"
+    captured = ", ".join(code.co_freevars)  # a function only accepts code with as many variables from outside of it
     namespace: dict[str, Any] = {}
+    source = (
+        f"def outer({captured}):\n"
+        f"    def new({', '.join(parameters)}):\n"
+        f"        return {called}({', '.join(arguments)})\n"
+        f"        ({captured})\n"
+        "    return new"
+    )
     exec(source, namespace)
-    new: CodeType = namespace[code.co_name].__code__
-    return new.replace(co_freevars=code.co_freevars, co_filename=__file__)
-
-
-_HAS_VARARGS, _HAS_VARKEYWORDS = 4, 8
+    new: CodeType = namespace["outer"](*code.co_freevars).__code__
+    return new.replace(co_name=code.co_name, co_filename=__file__)
 
 
 def _begin() -> Callable[[], None] | None:

@@ -111,7 +111,9 @@ def packed_call(
     if pages is not None:
         in_pages = pages.gather(1, _rank(keys))
         keys = PackedSequences(in_pages.masked_fill(~keys.is_real, 0), keys.is_real, len(k))
-    tensors = [places.padded(tensor).transpose(1, 2) for places, tensor in ((queries, q), (keys, k), (keys, v))]
+    q_padded, k_padded, v_padded = (
+        places.padded(tensor).transpose(1, 2) for places, tensor in ((queries, q), (keys, k), (keys, v))
+    )
     grid = Grid(len(query_lengths), q.shape[1], queries.index.shape[1], keys.index.shape[1], q.device)
     if is_top_left and goes_by_position and not has_equal_lengths:
         options["query_positions"], options["key_positions"] = (
@@ -125,7 +127,9 @@ def packed_call(
     if slopes is not None:
         options["bias"] = alibi_bias(slopes, grid)
     return EngineCall(
-        *tensors,
+        q_padded,
+        k_padded,
+        v_padded,
         options={"mask": mask, **options},
         layout=packed_layout(queries, has_batch_axis=has_batch_axis),
         packed=replace(queries, real_keys=keys.is_real),

@@ -59,7 +59,8 @@ def _require_listed(block_mask: Any, queries: int, keys: int, device: torch.devi
     for start in range(0, queries, rows):
         block = torch.arange(start, min(start + rows, queries), device=device)
         allowed = over_block(block_mask.mask_mod, sequences, heads, block, all_keys).any(-2)
-        allowed = F.pad(allowed, (0, -keys % columns)).unflatten(-1, (-1, columns)).any(-1)
+        allowed = F.pad(allowed, (0, -keys % columns))
+        allowed = allowed.view(*allowed.shape[:-1], -1, columns).any(-1)
         if bool((allowed & ~listed[:, :, start // rows, : allowed.shape[-1]]).any()):
             raise UnreadableCall("with a block_mask that leaves out blocks which its mask_mod allows")
 

@@ -58,13 +58,13 @@ def _read_flash(
     sinks = options.get("s_aux")
     if sinks is not None and not any(_supports(implementation, module, name) for name in ("s_aux", "learnable_sink")):
         sinks = None  # transformers leaves them out
-    scores = {
+    scores: dict[str, Any] = {
         "scale": options.get("scaling"),
         "softcap": options.get("softcap") or None,
         "dropout": options.get("dropout") or 0.0,
         "sinks": sinks,
     }
-    origin = (implementation, mask, repr(window), options.get("position_ids"))
+    origin: tuple[Any, ...] = (implementation, mask, repr(window), options.get("position_ids"))
     if mask is not None:
         return _read_padded(q, k, v, mask, window, scores, origin)
     cumulative = _cumulative(len(q), options)

@@ -106,11 +106,10 @@ def read(name: str, arguments: Arguments) -> EngineCall | HeadsInBatch:
 
 def _layout(q: Tensor) -> HeadLayoutOfOutput:
     """Return the layout of the output, whose axes of heads are those of the queries."""
-    heads = q.shape[2:-1]
     return HeadLayoutOfOutput(
         OutputAxes(q.ndim - 1, (1,)),
         lambda out: out.flatten(2, -2).transpose(1, 2),
-        lambda changed, out: changed.transpose(1, 2).unflatten(2, heads),
+        lambda changed, out: changed.transpose(1, 2).reshape(out.shape),
     )
 
 
