@@ -130,7 +130,8 @@ def _observe_weights(handlers: CallHandlers, call: EngineCall, mask: MaskSource,
     """Pass the attention weights of a call with changed scores to the observers, with the engine's outputs."""
     with torch.no_grad(), call_stack.paused():
         weights, scores = call.weights_and_scores
-        handlers.observe_weights(weights, mask.read(), outputs, call.problem.v, True, lambda: (scores, None))
+        values = call.problem.v.to(weights.dtype)
+        handlers.observe_weights(weights, mask.read(), outputs, values, True, lambda: (scores, None))
 
 
 def _uniform_output(call: EngineCall) -> Tensor:

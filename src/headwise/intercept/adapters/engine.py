@@ -52,6 +52,10 @@ class Arguments:
         self._unread.discard(name)
         return self._values.get(name, default)
 
+    def has(self, name: str) -> bool:
+        """Return True if the function has an argument `name`."""
+        return name in self._values
+
     def ignore(self, *names: str) -> None:
         """Count arguments as read that change neither attention weights nor head outputs."""
         self._unread.difference_update(names)
@@ -164,8 +168,9 @@ class EngineCall:
         """
         assert self.modified_scores is not None
         problem = self.problem
-        k = problem.k.repeat_interleave(problem.q.shape[1] // problem.k.shape[1], 1)
-        scores = self.modified_scores((problem.q @ k.mT).to(problem.score_dtype) * problem.scale)
+        q, k = (tensor.to(problem.score_dtype) for tensor in (problem.q, problem.k))
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = self.modified_scores(q @ k.mT * problem.scale)
         if problem.mask is not None:
             scores = scores.masked_fill(~problem.mask.block(problem.grid), -torch.inf)
         is_empty = (scores == -torch.inf).all(-1, keepdim=True)

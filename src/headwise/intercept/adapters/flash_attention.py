@@ -56,7 +56,9 @@ def read(name: str, arguments: Arguments) -> EngineCall:
 
 def _mask(arguments: Arguments) -> Mask | None:
     """Return the mask of causality and window; -1 or None stands for any number of keys."""
-    window = arguments.take("window_size", (-1, -1)) or (-1, -1)
+    if not arguments.has("window_size"):
+        raise UnreadableCall("of a version before 2.3, whose masks may be aligned with the first key,")
+    window = arguments.take("window_size") or (-1, -1)
     if any(side is not None and side < -1 for side in window):
         raise UnreadableCall(f"with window_size={window}")
     left, right = (None if side is None or side < 0 else int(side) for side in window)

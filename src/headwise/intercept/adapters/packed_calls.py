@@ -109,8 +109,7 @@ def packed_call(
     queries = PackedSequences.of(*of_queries, len(q), is_padded_left=is_padded_left)
     keys = PackedSequences.of(*of_keys, len(k), is_padded_left=is_padded_left)
     if pages is not None:
-        in_pages = pages.gather(1, _rank(keys))
-        keys = PackedSequences(in_pages.masked_fill(~keys.is_real, 0), keys.is_real, len(k))
+        keys = PackedSequences(pages.gather(1, _rank(keys)), keys.is_real, len(k))
     q_padded, k_padded, v_padded = (
         places.padded(tensor).transpose(1, 2) for places, tensor in ((queries, q), (keys, k), (keys, v))
     )

@@ -1,4 +1,4 @@
-"""Calls of torch's `flex_attention` (read off torch 2.13 and 2.11), also of functions compiled from it."""
+"""Calls of torch's `flex_attention` (read off torch 2.13), also of functions compiled from it."""
 
 from collections.abc import Callable
 from typing import Any

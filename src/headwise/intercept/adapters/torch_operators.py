@@ -1,4 +1,4 @@
-"""Calls of torch's attention operators, below `scaled_dot_product_attention` (read off torch 2.13 and 2.11).
+"""Calls of torch's attention operators, below `scaled_dot_product_attention` (read off torch 2.13).
 
 The operators of the table compute attention over `(batch, heads, length, features)`. Others are named as unreadable.
 """

@@ -1,4 +1,4 @@
-"""Calls of torch's `varlen_attn`, attention of packed sequences (read off torch 2.13 and 2.11)."""
+"""Calls of torch's `varlen_attn`, attention of packed sequences (read off torch 2.13)."""
 
 from headwise.intercept.adapters.engine import Arguments, Engine, EngineCall, UnreadableCall
 from headwise.intercept.adapters.flash_attention import lengths_of, paged

@@ -77,6 +77,8 @@ def read(name: str, arguments: Arguments) -> EngineCall | HeadsInBatch:
     """Read a call. Queries, keys and values are `(batch, length, heads, features)`. They may have two axes of heads. If
     they have none, the heads may be in the axis of the batch.
     """
+    if name == "memory_efficient_attention_partial":
+        raise UnreadableCall("over a part of the keys")
     arguments.ignore("op", "output_dtype")
     q, k, v, bias = (arguments.take(each) for each in ("query", "key", "value", "attn_bias"))
     options = {"scale": arguments.take("scale"), "dropout": arguments.take("p") or 0.0}
@@ -163,7 +165,12 @@ def _intervals(info: Any, device: torch.device) -> tuple[Lengths, Lengths]:
 
 XFORMERS = Engine(
     modules=("xformers.ops.fmha",),
-    functions=("memory_efficient_attention", "memory_efficient_attention_forward"),
+    functions=(
+        "memory_efficient_attention",
+        "memory_efficient_attention_forward",
+        "memory_efficient_attention_forward_requires_grad",
+        "memory_efficient_attention_partial",
+    ),
     read=read,
 )
-"""Functions of xformers; further ones are for code that computes gradients itself."""
+"""Functions of xformers that compute attention, also of a part of the keys, which is refused."""
