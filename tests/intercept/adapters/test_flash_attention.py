@@ -99,6 +99,48 @@ def test_packed_queries_and_keys_of_other_lengths(flash_attn, causal):
     assert {row["kind"] for row in heads.rows()} == {"cross"}
 
 
+@torch.no_grad()
+def test_keys_before_the_window_of_all_queries_are_tokens(flash_attn):
+    lengths, key_lengths = (1, 2), (5, 7)
+    model = model_of(varlen(flash_attn.flash_attn_varlen_func, lengths, key_lengths))
+    x, context = torch.randn(3, WIDTH).double(), torch.randn(12, WIDTH).double()
+    with hw.watch(model) as heads:
+        model[0](x, context, window_size=(1, 0))
+    q, k, v = model[0].split(x, context)
+    parts = zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths), strict=True)
+    found = [of_one(*tensors, {"window_size": (1, 0)}) for tensors in parts]
+    without = {"distance", "self", "previous", "next", "duplicate", "induction"}
+    require_rows(heads, [each[1] for each in found], [each[0] for each in found], without)
+    assert {row["first"] for row in heads.rows()} == {0.0}
+
+
+class Unpadding(nn.Module):
+    """Model that leaves padding out before attention, and receives a padding mask."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.embed, self.attention, self.function = nn.Embedding(7, WIDTH), EngineAttention(None), function
+
+    def forward(self, input_ids, attention_mask):
+        x, lengths = self.embed(input_ids)[attention_mask.bool()], attention_mask.sum(1).tolist()
+        self.attention.attend = varlen(self.function, lengths)
+        return self.attention(x, causal=True)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_a_model_that_leaves_padding_out_itself(flash_attn, side):
+    torch.manual_seed(1)
+    model, ids = Unpadding(flash_attn.flash_attn_varlen_func).double(), torch.randint(7, (3, 8))
+    mask = torch.arange(8) < torch.tensor((5, 4, 7))[:, None]
+    mask = (mask.flip(1) if side == "left" else mask).long()
+    with hw.watch(model) as heads:
+        model(ids, mask)
+    rows = [model.embed(each[real.bool()]) for each, real in zip(ids, mask, strict=True)]
+    found = [of_one(*model.attention.split(each), {"causal": True}) for each in rows]
+    require_rows(heads, [each[1] for each in found], [each[0] for each in found])
+
+
 PACKED = {
     "flash_attn_qkvpacked_func": lambda f: lambda q, k, v, **o: f(torch.stack([q, k, v], 2), **o),
     "flash_attn_kvpacked_func": lambda f: lambda q, k, v, **o: f(q, torch.stack([k, v], 2), **o),

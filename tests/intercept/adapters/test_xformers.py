@@ -58,8 +58,8 @@ def test_causal_cross_attention_is_aligned_as_the_mask_states(xformers, name):
     require_rows(heads, [each[1] for each in found], [each[0] for each in found], POSITIONS)
 
 
-LENGTHS, KEY_LENGTHS = (4, 1, 6), (5, 3, 6)
-SELF, KEYS = Spans((0, 4, 5, 11), LENGTHS), Spans((0, 5, 8, 14), KEY_LENGTHS)
+LENGTHS, KEY_LENGTHS = (4, 1, 6), (5, 3, 7)
+SELF, KEYS = Spans((0, 4, 5, 11), LENGTHS), Spans((0, 5, 8, 15), KEY_LENGTHS)
 PADDED, GAPPY = Spans((0, 8, 16, 24), KEY_LENGTHS), Spans((1, 9, 17, 24), KEY_LENGTHS)
 TABLES = torch.tensor([[3, 0, 7, 1], [2, 5, 4, 6], [11, 8, 9, 10]], dtype=torch.int32)
 PACKED = {

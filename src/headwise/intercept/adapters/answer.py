@@ -61,8 +61,6 @@ def _answered(out: Tensor, call: EngineCall) -> Tensor:
     if reports_unreadable(call.q):
         return out
     origins = call_stack.origins_of(call.q, *(call.sources or (call.k, call.v)))
-    if call.sources is not None:
-        origins = origins._replace(tokens=None)
     refuse_multiplied(call.q, call.k, call.v)
     mask = MaskSource(lambda: _received_mask(call), call.mask_origin)
     handlers = handlers_of_call(

@@ -183,8 +183,10 @@ def _read_cached(arguments: Arguments, mask: Mask | None, slopes: Tensor | None,
 
 
 def _with_cached(new: Tensor, cache: Tensor) -> Tensor:
-    """Return new keys or values after a cached one, so that they depend on the inputs of both."""
-    return torch.cat([cache[:1, :1].expand(len(new), -1, -1, -1), new], 1)
+    """Return new keys or values after a cached one, `(batch, kv_heads, keys, features)`. They depend on the inputs of
+    both.
+    """
+    return torch.cat([cache[:1, :1].expand(len(new), -1, -1, -1), new], 1).transpose(1, 2)
 
 
 FLASH_ATTENTION = Engine(

@@ -9,7 +9,7 @@ from torch import Tensor
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import padding
 from headwise.attention.masks.grid import MAX_DISTANCE, Grid
-from headwise.attention.masks.kinds import Band, Dense
+from headwise.attention.masks.kinds import Band
 from headwise.intercept.adapters.engine import EngineCall, UnreadableCall, packed_layout
 from headwise.intercept.packed_sequences import PackedSequences
 from headwise.shapes import Float, Int
@@ -118,11 +118,8 @@ def packed_call(
         options["query_positions"], options["key_positions"] = (
             _rank(places).masked_fill(~places.is_real, -1) for places in (queries, keys)
         )
-    else:
-        if not keys.is_full:
-            mask = both(padding(key_lengths, "left" if is_padded_left else "right"), mask)
-        if not queries.is_full:
-            mask = both(Dense(queries.is_real[:, None, :, None]), mask)
+    elif not keys.is_full:
+        mask = both(padding(key_lengths, "left" if is_padded_left else "right"), mask)
     if slopes is not None:
         options["bias"] = alibi_bias(slopes, grid)
     return EngineCall(
