@@ -1,6 +1,9 @@
 """Calls of FlashAttention's functions are observed and gated, and computed by these functions, against float64."""
 
 import copy
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -352,6 +355,46 @@ def test_flash_attention_3_reads_used_lengths_and_ignores_speed_options(flash_at
     require_rows(heads, [each[1] for each in found], [each[0] for each in found], without)
 
 
+def flash_attn_4_func(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    learnable_sink=None,
+    softcap=0.0,
+    mask_mod=None,
+    return_lse=False,
+):
+    """Stand-in for `flash_attn.cute.interface.flash_attn_func`, whose result always has two elements."""
+    window = (0, 0) if mask_mod is not None else window_size
+    parts = zip(q, k, v, strict=True)
+    outs = [one_sequence(*each, 0.0, softmax_scale, causal, window, softcap, None, learnable_sink)[0] for each in parts]
+    return torch.stack(outs), None
+
+
+@torch.no_grad()
+def test_flash_attention_4_has_sinks_and_functions_of_the_mask(monkeypatch):
+    library = ModuleType("flash_attn.cute.interface")
+    library.flash_attn_func = flash_attn_4_func
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    sinks = torch.randn(HEADS).double()
+    model = model_of(lambda *tensors, **options: flash_attn_4_func(*tensors, **options)[0])
+    x = torch.randn(2, 7, WIDTH).double()
+    with hw.watch(model) as heads:
+        model[0](x, causal=True, window_size=(3, None), learnable_sink=sinks)
+    tensors = zip(*model[0].split(x), strict=True)
+    found = [one_sequence(*each, 0.0, None, True, (3, None), 0.0, None, sinks) for each in tensors]
+    for head, row in enumerate(heads.rows()):
+        confidences = [weights[head].amax(-1).mean() for _, weights in found]
+        norms = [out[:, head].norm(dim=-1).mean() for out, _ in found]
+        assert row["confidence"] == pytest.approx(float(sum(confidences) / 2), rel=1e-9)
+        assert row["output_norm"] == pytest.approx(float(sum(norms) / 2), rel=1e-9)
+    with pytest.raises(hw.errors.InputError, match="with mask_mod cannot be read"), hw.watch(model):
+        model[0](x, mask_mod=lambda *indices: True)
+
+
 BINDINGS = {
     "a default argument": lambda f: lambda q, k, v, function=f: function(q, k, v),
     "a table": lambda f: {"attend": f}["attend"],
@@ -424,3 +467,18 @@ def test_training_is_monitored(flash_attn):
             optimizer.step()
             monitor.step()
     assert {row["head"] for row in monitor.history.rows()} == set(range(HEADS))
+
+
+def test_the_example_of_the_page_runs_with_a_stand_in(flash_attn, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs" / "flash-attention.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    smaller = {"700, 1000, 2048": "7, 10, 21", "2048": "21", "1048": "11", "512": "32", "bfloat16": "float32"}
+    for before, after in (smaller | {'"cuda"': '"cpu"'}).items():
+        assert before in code
+        code = code.replace(before, after)
+    package = ModuleType("flash_attn")
+    package.flash_attn_varlen_func = flash_attn.flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    names = {}
+    exec(code, names)
+    assert len(names["monitor"].history.table()) == 3 * 8  # 3 observed steps of 8 heads
