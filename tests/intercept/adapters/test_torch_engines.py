@@ -232,6 +232,22 @@ def test_flex_attention_is_gated_and_keeps_its_further_results():
     assert not out[:, 1].any()
 
 
+@torch.no_grad()
+def test_a_larger_compiled_function_is_named_in_every_context():
+    @torch.compile(backend="eager", fullgraph=True)
+    def larger(q, k, v):
+        return flex_attention(q * 1.5, k, v, enable_gqa=True)
+
+    model, x = model_of(None), torch.randn(2, 9, WIDTH).double()
+    model[0].attend = lambda *tensors: larger(*(each.transpose(1, 2) for each in tensors)).transpose(1, 2)
+    plain = model(x)
+    for _ in range(2):
+        sentence = "by flex_attention inside of a function that torch.compile compiles cannot be read"
+        with pytest.raises(hw.errors.InputError, match=sentence), hw.watch(model):
+            assert torch.equal(model(x), plain)
+    assert torch.equal(model(x), plain)
+
+
 def branching(score, b, h, q, k):
     return score if bool(q > k) else score * 2
 

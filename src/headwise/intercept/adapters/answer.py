@@ -48,7 +48,9 @@ def finished(name: str, result: Any, read: Callable[[], EngineCall | HeadsInBatc
             with call_stack.paused():
                 call.problem  # noqa: B018 - checks the tensors
     except (UnreadableCall, InputError, *UNEXPECTED) as error:
-        _report_unreadable(name, error)
+        report_unreadable(
+            name, str(error) if isinstance(error, UnreadableCall) else f"({type(error).__name__}: {error})"
+        )
         return result
     changed = _answered(out, call) if isinstance(call, EngineCall) else _followed(out, call)
     return result if changed is out else _with_output(result, changed)
@@ -101,11 +103,10 @@ def _followed(out: Tensor, call: HeadsInBatch) -> Tensor:
     return hold(AttentionOutput(source, out, source.axes, source.module_calls, origins), out)
 
 
-def _report_unreadable(function: str, error: Exception) -> None:
-    """Report the running module to the interceptors as unreadable, since an adapter cannot read its call of an engine's
-    `function`. The error states why.
+def report_unreadable(function: str, reason: str) -> None:
+    """Report the running module to the interceptors as unreadable, since its call of an engine's `function` cannot be
+    read, for a `reason` such as "with qv".
     """
-    reason = str(error) if isinstance(error, UnreadableCall) else f"({type(error).__name__}: {error})"
     sentence = f"attention of these modules by {function} {reason} cannot be read"
     for module_call in {id(each.interceptor): each for each in call_stack.module_calls}.values():
         module_call.interceptor.on_unreadable(module_call.path, sentence)

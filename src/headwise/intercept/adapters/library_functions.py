@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headwise.intercept.adapters.answer import finished
+from headwise.intercept.adapters.answer import finished, report_unreadable
 from headwise.intercept.adapters.engine import Arguments, Engine, EngineCall, HeadsInBatch
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.patches import Patches, Replacement
@@ -82,13 +82,19 @@ def _intercepting(function: FunctionType, name: str, engine: Engine) -> Callable
     def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         return _finish(original, name, engine, args, kwargs, result)
 
+    def name_compiled() -> None:
+        if call_stack.intercepts:
+            report_unreadable(original.__name__, "inside of a function that torch.compile compiles")
+
     begin: Callable[[], Callable[[], None] | None] = _begin
     if "torch._dynamo" in sys.modules:
+        torch.compiler.assume_constant_result(name_compiled)  # type: ignore[no-untyped-call]  # the compiler calls it
         begin, finish = (torch.compiler.disable(each) for each in (begin, finish))  # type: ignore[no-untyped-call]
 
     def intercepting(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return original(*args, **kwargs)  # part of a larger compiled function
+        if torch.compiler.is_dynamo_compiling():  # it becomes a part of a larger compiled function
+            name_compiled()
+            return original(*args, **kwargs)
         resume = begin()
         if resume is None:
             return original(*args, **kwargs)
