@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import flex_attention
 
 import headwise as hw
 
@@ -15,11 +14,27 @@ def custom_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     return (q @ k.mT).softmax(-1) @ v
 
 
+@torch.library.custom_op("headwise_flash_tests::fwd", mutates_args=())
+def operator_of_a_library(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention of another library, whose name alone shows that it is attention."""
+    return (q @ k.mT).softmax(-1) @ v
+
+
+class WithGradients(torch.autograd.Function):
+    """The same with a gradient, as libraries define it around their operators."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        return custom_attention(q, k, v)
+
+
 FUNCTIONS = {
-    "flex_attention": flex_attention,
-    "an operator of torch": lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0],
-    "an overload": lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)[0],
+    "an operator of torch": torch.ops.headwise_tests.mixed_attention,
+    "an overload": torch.ops.headwise_tests.mixed_attention.default,
     "a custom operator": custom_attention,
+    "an operator of a library": operator_of_a_library,
+    "an overload of a library": torch.ops.headwise_flash_tests.fwd.default,
+    "an operator in a function with gradients": WithGradients.apply,
 }
 
 
@@ -35,12 +50,11 @@ class Mixer(nn.Module):
         return (F.scaled_dot_product_attention(q, k, v) + self.function(q, k, v)).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", FUNCTIONS)
 @torch.no_grad()
 def test_a_module_with_one_seen_and_one_fused_call_is_named_and_not_reported(name):
     model = nn.Sequential(Mixer(FUNCTIONS[name]), Mixer(lambda q, k, v: v))
-    sentence = r"attention of these modules by \w*attention\w* cannot be read; .*: 0$"
+    sentence = r"attention of these modules by (\w*attention\w*|headwise_flash_tests.fwd) cannot be read; .*: 0$"
     with pytest.warns(UserWarning, match=sentence), hw.watch(model) as heads:
         model(torch.randn(3, 16, 16))
     assert {row["module"] for row in heads.rows()} == {"1"}

@@ -227,8 +227,10 @@ class GateInterceptor(Interceptor):
         gates = self._gates_of(call.site.label)
         if gates and self._positions is not None and not call.is_recomputation:
             tokens, is_part = call.sources.tokens, self._parts.sequences_of(call, continues=False)[1]
+            real = call.real_queries
+            follows_padding = real is not None and bool((real[:, 1:] & ~real[:, :-1]).any())
             # Positions of queries would be others than those that the user means.
-            if is_part or (tokens is not None and tokens.has_reordered_queries):
+            if is_part or follows_padding or (tokens is not None and tokens.has_reordered_queries):
                 expected = "attention calls with all queries in the order of tokens"
                 got = f"parts or another order of them in {call.site.label}"
                 raise InputError("positions", expected=expected, got=got)

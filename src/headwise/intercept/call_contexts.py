@@ -209,7 +209,7 @@ class CallContexts(threading.local):
         """
         grid = call.grid
         self._on_left_out(call.site.path, NO_POSITIONS)
-        real = RealTokens(self._stated.of_call(call.site.path, grid, 0), None)
+        real = RealTokens(both(self._stated.of_call(call.site.path, grid, 0), call.real_queries), None)
         if real.queries is None and facts is not None:
             real = real_by_causal_mask(facts, grid.queries, grid.batch)
         if not real.is_known:
@@ -262,7 +262,7 @@ class CallContexts(threading.local):
         """
         grid, streams = call.grid, list(self._model_call.streams.values())
         of_queries, of_keys = stream_of_queries(call, streams), stream_of_keys(call, streams)
-        real = self._stated.of_call(call.site.path, grid, 0)
+        real = both(self._stated.of_call(call.site.path, grid, 0), call.real_queries)
         lacks_rows = real is None and has_unknown_padding(call, facts, of_queries, streams)
         if lacks_rows:
             self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
@@ -292,14 +292,16 @@ class CallContexts(threading.local):
         tokens: Int[Tensor, "batch keys"] | None,
     ) -> CallContext:
         """Return a `CallContext` with the tokens and the padding of a cross-attention call."""
-        grid, first_keys = call.grid, None
-        if facts is not None and received is not None:
+        grid, first_keys, real_keys = call.grid, None, call.real_keys
+        if real_keys is None and facts is not None:
+            real_keys = facts.is_seen
+        if facts is not None and received is not None and call.real_queries is None:
             first_keys = first_tokens_of_documents(received, facts, real, grid.keys)
         return CallContext(
             token_ids=tokens,
             is_special=self._is_special(tokens),
             real_queries=real,
-            real_keys=none_if_all(None if facts is None else facts.is_seen, grid.batch),
+            real_keys=none_if_all(real_keys, grid.batch),
             first_keys=None if first_keys is None else first_keys.expand(grid.batch, -1),
         )
 
@@ -376,7 +378,7 @@ class CallContexts(threading.local):
             start = torch.zeros(1, 1, dtype=torch.int64, device=grid.device)
             start = start if is_real is None else is_real.int().argmax(1, keepdim=True)
             first_keys = (start - dropped).clamp(min=-1).expand(grid.batch, 1)
-        elif facts is not None and received is not None and grid.queries == keys:
+        elif facts is not None and received is not None and call.real_queries is None and grid.queries == keys:
             first_keys = first_tokens_of_documents(received, facts, real, keys)
             first_keys = None if first_keys is None else first_keys.expand(grid.batch, -1)
         key_tokens = None

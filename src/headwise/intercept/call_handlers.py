@@ -22,6 +22,7 @@ from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSource
 from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, must_trace, tokens_and_padding
 from headwise.intercept.origin import CallOrigins
+from headwise.intercept.packed_sequences import PackedSequences
 from headwise.intercept.plans import CallFacts, PlannedCall, Step, are_in_order
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.intercept.unreadable_tensors import why_not_observed
@@ -233,6 +234,7 @@ def handlers_of_call(
     appended_keys: int = 0,
     is_aligned: bool = False,
     step: Step | None = None,
+    packed: PackedSequences | None = None,
 ) -> CallHandlers:
     """Report one attention call to the interceptors (objects that observe or change attention) of the models whose
     modules are among `module_calls`. Return the functions by which the interceptors observe or change the call. Within
@@ -251,6 +253,7 @@ def handlers_of_call(
         is_aligned: True if the call itself states the positions of its queries and keys.
         step: the call as it is recorded for a plan, or as a plan states it; by default there is no plan for calls of
             the model.
+        packed: places of the queries among the tokens of the model, if the call packs sequences of different lengths.
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
     handlers = CallHandlers([], [])
@@ -272,9 +275,11 @@ def handlers_of_call(
             site = planned.site
             module_call.parts.add_self_attention(planned.key_maps)
             for weights in planned.weights:
-                interceptor.on_projected(
-                    module_call.path, [each for weight in weights if (each := weight()) is not None]
-                )
+                alive = [weight for reference in weights if (weight := reference()) is not None]
+                interceptor.on_projected(module_call.path, alive)
+        tokens, padding = tokens_and_padding(nested)
+        if packed is not None:  # the arguments of the modules have the layout of the packed tokens
+            tokens, padding = packed.token_ids(tokens), None
         call = Call(
             site,
             layer_number_of(module_call.module),
@@ -282,14 +287,17 @@ def handlers_of_call(
             grid,
             kv_heads,
             value_dim,
-            *tokens_and_padding(nested),
+            tokens,
+            padding,
             mask_source=mask_source,
             is_recomputation=call_stack.is_recomputing,
             keys=keys,
             appended_keys=appended_keys,
             is_aligned=is_aligned,
             sources=sources,
-            module_arguments=tuple(outer.arguments for outer in reversed(nested)),
+            module_arguments=() if packed is not None else tuple(outer.arguments for outer in reversed(nested)),
+            real_queries=None if packed is None else packed.is_real,
+            real_keys=None if packed is None else packed.real_keys,
         )
         with call_stack.paused():
             observation = interceptor.observe(call) if is_observed and unobserved is None else None

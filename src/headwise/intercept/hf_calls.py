@@ -24,6 +24,8 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.errors import InputError, require
 from headwise.intercept.accelerated_modules import OBSERVED, accelerated_modules
+from headwise.intercept.adapters.answer import answered_by_engine
+from headwise.intercept.adapters.transformers_engines import reader_of
 from headwise.intercept.additive_masks import (
     fill_hidden_rows_as_torch,
     hides_all_keys,
@@ -264,6 +266,9 @@ def _intercepted_call(call: HFCall) -> Any:
     None, and possibly more.
     """
     implementation, q, k, v, mask, options = call.implementation, call.q, call.k, call.v, call.mask, call.options
+    read = reader_of(call.attention, implementation)
+    if read is not None:
+        return answered_by_engine(implementation, call.run, lambda: read(call.module, q, k, v, mask, options))
     step = call_stack.step(CallFacts.of(implementation, q, k, v))
     if step is None:
         return call.run()

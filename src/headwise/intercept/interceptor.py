@@ -13,7 +13,7 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
 from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
-from headwise.shapes import Float
+from headwise.shapes import Bool, Float
 from headwise.statistics.attend_observed import WholeCall
 
 
@@ -113,6 +113,9 @@ class Call:
         is_aligned: True if the call itself states the positions of its queries and keys, as `headwise.attend` does.
         sources: inputs of the model on which the queries and the keys depend.
         module_arguments: arguments of the module calls around the attention, by name, those of the innermost first.
+        real_queries: True at queries that are tokens, False at padding, if the call itself states them, as a call with
+            packed sequences does; None otherwise.
+        real_keys: the same of the keys.
     """
 
     site: SiteKey
@@ -130,6 +133,8 @@ class Call:
     is_aligned: bool = False
     sources: InputSources = UNKNOWN_SOURCES
     module_arguments: tuple[Mapping[str, Any], ...] = ()
+    real_queries: Bool[Tensor, "batch queries"] | None = None
+    real_keys: Bool[Tensor, "batch keys"] | None = None
 
     def mask(self) -> ReceivedMask | None:
         """Return the mask that this attention call received, or None if it is unknown. Large negative numbers of an

@@ -67,8 +67,8 @@ def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins, step: S
     sources of the queries, keys and values, and `step` is the call as it is recorded for a plan.
     """
     call_stack.lineage.set_attended(out, origins)
-    others = set(range(1, out.ndim)) - {axes.value, *axes.queries}
-    axis_of_heads = others.pop() if others else None
+    others = [axis for axis in range(1, out.ndim) if axis not in (axes.value, *axes.queries)]
+    axis_of_heads = others[0] if len(others) == 1 else None
     output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins, axis_of_heads, step.place)
     call_stack.attention.outputs.set(out, [FollowedOutput(output, axes_of(out.shape), None)])
 

@@ -70,11 +70,9 @@ def _reported_sdpa(
     call_stack.lineage.set_attended(out, origins)
     if not key.shape[-2]:  # an empty memory, which nothing attends to
         return out
-    module_calls, axes = call_stack.module_calls[:], OutputAxes(out.ndim - 1, (out.ndim - 2,))
-    q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
-    source = _SDPACall(q, k, v, options, out.shape, module_calls, origins, value, call_stack.appended_keys, step)
+    source = SDPACall.of(query, key, value, options, out, origins, step)
     if is_foreign(previous, SDPA):
-        layout = HeadLayout(tuple(out.shape), axes.value, axes.queries, ())
+        layout = HeadLayout(tuple(out.shape), source.axes.value, source.axes.queries, ())
 
         def compute_without_dropout() -> Answer:
             return Answer(layout.by_head(previous(query, key, value, **{**options, "dropout_p": 0.0})), None, None)
@@ -83,7 +81,7 @@ def _reported_sdpa(
         if not is_attention(lambda: source.problem(layout), lambda: answer, compute_without_dropout):
             return out
     place = None if step is None else step.place
-    return hold(AttentionOutput(source, out, axes, module_calls, origins, place=place), out)
+    return hold(AttentionOutput(source, out, source.axes, source.module_calls, origins, place=place), out)
 
 
 def _options_of(query: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -112,8 +110,7 @@ def _planned_sdpa(
         out = accelerated_sdpa(previous, query, key, value, **options)
     if step is None or not key.shape[-2]:
         return out
-    q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
-    source = _SDPACall(q, k, v, options, out.shape, call_stack.module_calls[:], None, value, 0, step)
+    source = SDPACall.of(query, key, value, options, out, None, step)
     layout = HeadLayout(tuple(out.shape), 3, (2,), (Factor(1, 1, out.shape[1]),) if out.shape[1] > 1 else ())
     handlers = source.handlers(layout)
     source.observe(handlers, layout, out.detach())
@@ -121,7 +118,7 @@ def _planned_sdpa(
 
 
 @dataclass(frozen=True, eq=False)
-class _SDPACall(AttentionSource):
+class SDPACall(AttentionSource):
     """One call of SDPA in an intercepted model, with the tensors as the model passed them.
 
     Attributes:
@@ -150,6 +147,27 @@ class _SDPACall(AttentionSource):
     step: Step | None
     has_usual_axes = True
     problems: dict[HeadLayout, Problem] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: dict[str, Any],
+        out: Tensor,
+        origins: CallOrigins | None,
+        step: Step | None,
+    ) -> "SDPACall":
+        """Return a call in the running modules that has computed the output `out`."""
+        q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
+        return SDPACall(
+            q, k, v, options, out.shape, call_stack.module_calls[:], origins, value, call_stack.appended_keys, step
+        )
+
+    @property
+    def axes(self) -> OutputAxes:
+        """Axes of values and queries of the output."""
+        return OutputAxes(len(self.shape) - 1, (len(self.shape) - 2,))
 
     @property
     def weight_axes(self) -> list[int | None]:

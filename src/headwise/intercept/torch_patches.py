@@ -15,6 +15,9 @@ from torch.utils import checkpoint
 
 from headwise.attention import attend
 from headwise.intercept import eager_softmax
+from headwise.intercept.adapters.all_engines import engine_patches
+from headwise.intercept.adapters.answer import answered_by_engine
+from headwise.intercept.adapters.torch_operators import OPERATORS, read
 from headwise.intercept.call_handlers import answer_intercepted
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
@@ -57,11 +60,10 @@ class TorchCalls(TorchFunctionMode):
         func = torchs_own(func)
         if call_stack.torch_mode is not self or not call_stack.intercepts:
             return func(*args, **kwargs)  # the mode is another one where a backward pass repeats modules in a module
-        if func is SDPA:
-            keep_mode(call_stack.module_calls)
-            return intercepted_sdpa(SDPA, *args, **kwargs)
         if func in READINGS and call_stack.module_calls[0].recording is not None:
             call_stack.module_calls[0].recording.on_read(call_stack.module_calls[-1].path)
+        if func is SDPA or func in OPERATORS:
+            return _attention(func, args, kwargs)
         call = before_function(FunctionCall(func, args, kwargs))
         if func is TORCH_ATTENTION:
             return _torch_attention(*call.args, **call.kwargs)
@@ -85,9 +87,20 @@ class PlannedCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a torch function and return its result."""
-        if func is SDPA and call_stack.torch_mode is self and call_stack.intercepts:
-            return intercepted_sdpa(SDPA, *args, **(kwargs or {}))
+        if (func is SDPA or func in OPERATORS) and call_stack.torch_mode is self and call_stack.intercepts:
+            return _attention(func, args, kwargs or {})
         return torchs_own(func)(*args, **(kwargs or {}))
+
+
+def _attention(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute a call of SDPA, or of an operator of torch for attention, inside an intercepted model. Return its result,
+    with the interceptors' changes.
+    """
+    keep_mode(call_stack.module_calls)
+    if function is SDPA:
+        return intercepted_sdpa(SDPA, *args, **kwargs)
+    name = OPERATORS[function].__name__
+    return answered_by_engine(name, lambda: function(*args, **kwargs), lambda: read(function, args, kwargs))
 
 
 def _recorded(call: FunctionCall, result: Any) -> Any:
@@ -219,5 +232,5 @@ def _replacements_for_attention() -> Iterator[Replacement]:
 sdpa_patches = Patches(_replacements_for_sdpa)
 """Context in which calls of SDPA are intercepted, for `accelerate`; several models share it."""
 
-function_patches = Patches(_replacements_for_attention, sdpa_patches, dispatch_patches)
+function_patches = Patches(_replacements_for_attention, sdpa_patches, dispatch_patches, engine_patches)
 """Context in which attention, or parts of it, is intercepted wherever it is computed, for `watch` and `gate`."""

@@ -1,0 +1,161 @@
+"""Functions of attention engines, intercepted wherever a model refers to them.
+
+Models import such functions by name, and store them in attributes, closures and tables. So the function object itself
+is changed while a model is intercepted: its code (`__code__`) is exchanged for code that calls an intercepting
+function. The original code runs in a second function object. This also intercepts a function that the model has
+compiled by `torch.compile`: the compiled code of the original function is used as before.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from headwise.intercept.adapters.answer import finished, report_unread
+from headwise.intercept.adapters.engine import Arguments, Engine, EngineCall, HeadsInBatch
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.patches import Patches, Replacement
+
+GLOBAL_NAME = "_headwise_intercepted_{}"
+"""Name of the intercepting function among the globals of the library's module, while a model is intercepted."""
+
+
+class FunctionPatches(Patches):
+    """Context in which the code of functions of attention engines is exchanged, as in `Patches`.
+
+    Args:
+        engines: engines whose functions are intercepted, if their libraries are loaded when the context is entered.
+
+    Attributes:
+        engines: the engines.
+    """
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        super().__init__(lambda: _replacements(self.engines))
+        self.engines = tuple(engines)
+
+    def _replace(self, owner: FunctionType, name: str, function: Callable[..., Any]) -> None:
+        """Exchange the code of the function `owner` for code that calls `function`, which is stored under `name` among
+        the globals of the owner's module. Store a function that restores both.
+        """
+        before, code = owner.__code__, _code_with_parameters_of(owner.__code__, name)
+        if "torch._dynamo" in sys.modules:
+            # A function that the model has compiled then runs these two frames in Python, and no others.
+            from torch._dynamo.eval_frame import skip_code
+
+            skip_code(function.__code__)
+            skip_code(code)
+
+        def restore() -> None:
+            if owner.__code__ is code:
+                owner.__code__ = before
+            owner.__globals__.pop(name, None)
+
+        self._restore.append(restore)
+        owner.__globals__[name] = function
+        owner.__code__ = code
+
+
+def _replacements(engines: Iterable[Engine]) -> Iterator[Replacement]:
+    """Yield each function of `engines` that a loaded module defines, a name, and the function that intercepts it."""
+    seen: set[FunctionType] = set()
+    for module_name, module in list(sys.modules.items()):
+        for engine in engines:
+            for name in engine.functions if engine.is_module(module_name) else ():
+                function = getattr(module, name, None)
+                if isinstance(function, FunctionType) and function not in seen:
+                    seen.add(function)
+                    yield Replacement(function, GLOBAL_NAME.format(name), _intercepting(function, name, engine))
+
+
+def _intercepting(function: FunctionType, name: str, engine: Engine) -> Callable[..., Any]:
+    """Return a function that calls `function` of an engine, and intercepts the call inside intercepted models."""
+    original = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    vars(original).update(vars(function))  # such as the function that a decorator wraps, which has the signature
+
+    def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        return _finish(original, name, engine, args, kwargs, result)
+
+    def name_compiled() -> None:
+        if call_stack.intercepts:
+            report_unread(original.__name__, "inside of a function that torch.compile compiles")
+
+    begin: Callable[[], Callable[[], None] | None] = _begin
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.assume_constant_result(name_compiled)  # type: ignore[no-untyped-call]  # the compiler calls it
+        begin, finish = (torch.compiler.disable(each) for each in (begin, finish))  # type: ignore[no-untyped-call]
+
+    def intercepting(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # it becomes a part of a larger compiled function
+            name_compiled()
+            return original(*args, **kwargs)
+        resume = begin()
+        if resume is None:
+            return original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            resume()
+        return finish(args, kwargs, result)
+
+    return intercepting
+
+
+def _code_with_parameters_of(code: CodeType, called: str) -> CodeType:
+    """Return code with the same parameters as `code`, so that defaults and the signature stay valid. It calls the
+    global function `called` with all arguments.
+    """
+    names = list(code.co_varnames)
+    positional, keyword_only = names[: code.co_argcount], names[code.co_argcount :][: code.co_kwonlyargcount]
+    variadic = names[code.co_argcount + code.co_kwonlyargcount :]
+    rest = [f"*{variadic.pop(0)}"] if code.co_flags & CO_VARARGS else []
+    named = [f"**{variadic.pop(0)}"] if code.co_flags & CO_VARKEYWORDS else []
+    arguments = [*positional, *rest, *(f"{name}={name}" for name in keyword_only), *named]
+    parameters = [*positional, *(rest or ["*"] * bool(keyword_only)), *keyword_only, *named]
+    if code.co_posonlyargcount:
+        parameters.insert(code.co_posonlyargcount, "/")
+    captured = ", ".join(code.co_freevars)  # a function only accepts code with as many variables from outside of it
+    namespace: dict[str, Any] = {}
+    source = (
+        f"def outer({captured}):\n"
+        f"    def new({', '.join(parameters)}):\n"
+        f"        return {called}({', '.join(arguments)})\n"
+        f"        ({captured})\n"
+        "    return new"
+    )
+    exec(source, namespace)
+    new: CodeType = namespace["outer"](*code.co_freevars).__code__
+    return new.replace(co_name=code.co_name, co_filename=__file__)
+
+
+def _begin() -> Callable[[], None] | None:
+    """Pause interception before the engine computes a call, and return a function that resumes it. Return None outside
+    of intercepted models.
+    """
+    if not call_stack.intercepts:
+        return None
+    paused = call_stack.paused()
+    paused.__enter__()
+    return paused.__exit__
+
+
+def _finish(
+    original: Callable[..., Any], name: str, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Any:
+    """Read a call that an engine has computed, report it to the interceptors, and return the `result` with their
+    changes.
+    """
+
+    def read() -> EngineCall | HeadsInBatch:
+        arguments = Arguments.of(original, args, kwargs)
+        call = engine.read(name, arguments)
+        arguments.require_read()
+        return call
+
+    return finished(name, result, read)
