@@ -249,6 +249,10 @@ def _interceptable(implementation: str, attention: Callable[..., Any]) -> Callab
         if call.module in module_attentions:
             return module_attentions[call.module].answer(call)
         if call_stack.intercepts and not call_stack.reports_unreadable(call.q):
+            read = reader_of(attention, implementation)
+            if read is not None:
+                arguments = call.module, call.q, call.k, call.v, call.mask, call.options
+                return answered_by_engine(implementation, call.run, lambda: read(*arguments))
             with call_stack.paused():
                 return _intercepted_call(call)
         return call.run()
@@ -266,9 +270,6 @@ def _intercepted_call(call: HFCall) -> Any:
     None, and possibly more.
     """
     implementation, q, k, v, mask, options = call.implementation, call.q, call.k, call.v, call.mask, call.options
-    read = reader_of(call.attention, implementation)
-    if read is not None:
-        return answered_by_engine(implementation, call.run, lambda: read(call.module, q, k, v, mask, options))
     step = call_stack.step(CallFacts.of(implementation, q, k, v))
     if step is None:
         return call.run()

@@ -37,9 +37,6 @@ OTHER_WAY = (
 DEVICES = ("cpu", "cuda")
 """Types of devices whose autocast a plan depends on."""
 
-_CONTAINERS = frozenset({list, tuple, dict})
-"""Types of attributes of modules whose elements are compared."""
-
 _STATED = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types of inputs and of attributes of modules that are compared by value."""
 
@@ -305,7 +302,8 @@ class ModuleStates:
         values = [*of_modules, *(value for attributes in self._objects for value in attributes.values())]
         elements = [each for value in values if isinstance(value, list | tuple) for each in value]
         elements += [each for value in values if isinstance(value, dict) for each in value.values()]
-        return [each for each in (*modules, *values, *elements) if type(each) not in (*_STATED, *_CONTAINERS)]
+        without = (*_STATED, list, tuple, dict)
+        return [each for each in (*modules, *values, *elements) if type(each) not in without]
 
     def read(self, interceptors: int) -> Hashable:
         """Return the present state of the modules, which equals that of another time if nothing has changed. Each of
@@ -338,7 +336,7 @@ def _identity(value: object) -> Hashable:
     """
     if isinstance(value, Tensor):
         return None
-    if type(value) in _CONTAINERS:
+    if isinstance(value, list | tuple | dict):
         elements = value.items() if isinstance(value, dict) else value
         return tuple(
             [each if type(each) in _STATED else str(each) if type(each) is tuple else id(each) for each in elements]
