@@ -80,9 +80,9 @@ class SiteRecord:
         same statistics are merged together, since each operation costs about as much for one call as for many.
         """
         groups: dict[Hashable, list[_LatestCall]] = {}
-        for number, call in enumerate(self._finished):
+        finished, self._finished = self._finished, []
+        for number, call in enumerate(finished):
             groups.setdefault(call.kind or number, []).append(call)
-        self._finished.clear()
         for calls in groups.values():
             self.merge(_LatestCall.joined(calls).moments())
 
