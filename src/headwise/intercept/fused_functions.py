@@ -1,28 +1,80 @@
-"""Fused attention functions other than `scaled_dot_product_attention`, whose weights cannot be read."""
+"""Functions whose weights cannot be read: fused attention, and operators of other libraries that may compute it."""
 
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from headwise.intercept.attention_output import report_unreadable
+from headwise.intercept.contractions import is_parameter
+from headwise.intercept.foreign_functions import OPERATORS, operator_name
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.undropped import random_state_kept
+from headwise.intercept.unread_attention import is_computed
+from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 
 NAME_PARTS = ("attention", "attn", "transformer_encoder_layer_fwd")
 """Parts of the names of fused attention functions of torch and of other libraries."""
 
 
-def report_fused(call: FunctionCall, module_calls: list[ModuleCall]) -> None:
+def report_fused(call: FunctionCall, result: Any, module_calls: list[ModuleCall]) -> None:
     """Report the running module to the interceptors as unreadable if `call` is a call of a fused attention function.
     Its name must contain a term such as "attention". At least three of its arguments must have a shape and dtype that
-    queries, keys and values can have.
+    queries, keys and values can have. An operator of another library than torch is also reported, whatever its name, if
+    it may compute attention.
     """
     name = _attention_name(call.function)
-    if name is None or sum(_may_be_heads(argument) for argument in (*call.args, *call.kwargs.values())) < 3:
-        return
-    reason = f"attention of these modules by {name} cannot be read; call scaled_dot_product_attention"
-    for innermost in {id(module_call.interceptor): module_call for module_call in module_calls}.values():
-        innermost.interceptor.on_unreadable(innermost.path, reason)
+    if name is not None:
+        if sum(_may_be_heads(argument) for argument in (*call.args, *call.kwargs.values())) >= 3:
+            reason = f"attention of these modules by {name} cannot be read; call scaled_dot_product_attention"
+            report_unreadable(module_calls, reason)
+    elif isinstance(call.function, OPERATORS) and _may_attend(call, result):
+        name = operator_name(call.function)
+        report_unreadable(module_calls, f"these modules call the operator {name}, which may be attention and is not read")
+
+
+def _may_attend(call: FunctionCall, result: Any) -> bool:
+    """Return True if an operator may compute attention: three of its arguments are activations, its `result` has the
+    shape of the first of them but for the features, and depends on other tokens of the last one.
+
+    To test this, the operator is called again, unless it changes its arguments or returns several tensors.
+    """
+    if operator_name(call.function).startswith(("aten::", "prim::", "prims::")) or has_no_numbers():
+        return False
+    tensors = list({id(each): each for each in call.tensors if _may_be_heads(each) and not is_parameter(each)}.values())
+    activations = [each for each in tensors if has_usual_values(each) and is_computed(each)]
+    if len(activations) < 3:
+        return False
+    out = result[0] if isinstance(result, tuple | list) and result else result
+    if not isinstance(out, Tensor):
+        return True  # it may write into one of its arguments
+    if out.ndim != activations[0].ndim or out.shape[:-1] != activations[0].shape[:-1]:
+        return False
+    return not isinstance(result, Tensor) or _mixes_tokens(call, activations[2], result)
+
+
+def _mixes_tokens(call: FunctionCall, values: Tensor, result: Tensor) -> bool:
+    """Return True if the `result` of an operator depends on `values` of other tokens, or if this cannot be tested.
+
+    The first half of the values along the second axis, and then along the last but one, is changed. Functions of single
+    elements or tokens, such as norms, activation functions and rotary embeddings, change at the same places only.
+    """
+    schemas = [getattr(call.function, name)._schema for name in getattr(call.function, "overloads", list)()]
+    if any(schema.is_mutable for schema in schemas or [call.function._schema]):
+        return True
+    for axis in {1, values.ndim - 2}:
+        half = values.shape[axis] // 2
+        if not half or result.shape[axis] != values.shape[axis]:
+            continue
+        changed = values.detach().clone()
+        changed.narrow(axis, 0, half).mul_(-2)
+        with torch.no_grad(), random_state_kept(values.device):
+            difference = call.replaced(values, changed).run() - result
+        if bool(difference.narrow(axis, half, result.shape[axis] - half).nan_to_num().any()):
+            return True
+    return any(result.shape[axis] != values.shape[axis] for axis in (1, values.ndim - 2))
 
 
 @cache

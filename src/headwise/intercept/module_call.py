@@ -28,6 +28,7 @@ class ModuleCall:
         stated: what the user states about the attention of the module; None for nothing.
         parts: attention layers that the module computes itself, in all its calls.
         call_counts: number of attention calls so far inside this call, by site.
+        projected: numbers of elements of the linear maps that the module has computed so far, if it contains others.
     """
 
     interceptor: Interceptor
@@ -37,6 +38,7 @@ class ModuleCall:
     stated: Site | None = None
     parts: SiteParts = field(default_factory=SiteParts)
     call_counts: Counter[SiteKey] = field(default_factory=Counter)
+    projected: list[int] = field(default_factory=list)
 
     def count_call(self, site: SiteKey) -> int:
         """Count one attention call at `site` (attention module, self or cross) inside this module call. Return the

@@ -14,11 +14,21 @@ from torch import Tensor
 from headwise.intercept.axes import VIEWS, Axes, axes_after, axes_of, other_axis
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
-from headwise.intercept.contractions import ADDED_PRODUCTS, PRODUCTS, contraction_of, is_parameter
+from headwise.intercept.contractions import (
+    ADDED_PRODUCTS,
+    CONVOLUTIONS,
+    PRODUCTS,
+    Contraction,
+    contraction_of,
+    is_parameter,
+)
 from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.origin import Origin
 from headwise.intercept.softmax_weights import COPIES
+from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 
 CONCATENATIONS: frozenset[Callable[..., Any]] = frozenset({torch.cat, torch.concat, torch.concatenate})
+_LENGTHENING = CONCATENATIONS | {F.pad}
 
 
 _SCALINGS: frozenset[Callable[..., Any]] = frozenset(
@@ -28,6 +38,10 @@ _SCALINGS: frozenset[Callable[..., Any]] = frozenset(
     if hasattr(owner, name)
 )
 """Functions that multiply scores by factors."""
+
+_EXPONENTIALS: frozenset[Callable[..., Any]] = frozenset({torch.exp, Tensor.exp})
+_NORMALISATIONS = _SCALINGS | _EXPONENTIALS | {F.normalize, Tensor.div_, Tensor.__itruediv__}
+"""Functions whose result may be attention weights, if a model writes its softmax as an exponential and a sum."""
 
 _WITHOUT_MASK = _SCALINGS | VIEWS | COPIES | PRODUCTS
 """Functions of scores that hide no keys."""
@@ -43,6 +57,8 @@ class _Scores(NamedTuple):
         tokens: tokens along each of these axes; None where they are unknown.
         may_be_masked: True if a function, such as a sum with a mask, may have hidden keys by large negative numbers.
         version: number of changes of the tensor in place, as torch counts them; None if unknown.
+        factors: sources of a learned query and of the keys that it was multiplied with; None for two activations.
+        exponents: scores of which the tensor is the exponential, perhaps with factors; None if there are none.
     """
 
     axes: Axes
@@ -50,25 +66,36 @@ class _Scores(NamedTuple):
     tokens: dict[int, NumberedTokens | None]
     may_be_masked: bool
     version: int | None
+    factors: tuple[Origin, Origin] | None = None
+    exponents: Tensor | None = None
 
 
 def follow_scores(call: FunctionCall, result: Any) -> None:
     """Record the `result` of a function call as possible attention scores. It is recorded if the function multiplies
-    two activations. It is also recorded if an argument is recorded as scores and the function adds to them, scales,
+    two activations, or an activation by a learned query on its left. It is also recorded if an argument is recorded as scores and the function adds to them, scales,
     masks or reshapes them, or mixes heads.
     """
     is_map = call.function is F.linear and len(call.args) > 1 and is_parameter(call.args[1])
     if call.function in PRODUCTS and not is_map and isinstance(result, Tensor):
         contraction = contraction_of(call.function, call.args, call.kwargs)
-        if contraction is not None and not any(map(is_parameter, contraction.operands)):
+        if contraction is not None and (
+            not any(map(is_parameter, contraction.operands)) or _has_learned_query(call, contraction)
+        ):
+            query = contraction.operands[0] if _has_learned_query(call, contraction) else None
             tokens = {
                 axis: call_stack.lineage.tokens.along(contraction, operand, label)
                 for axis, label in enumerate(contraction.result)
                 for operand, labels in zip(contraction.operands, contraction.labels, strict=True)
-                if label in labels and sum(label in each for each in contraction.labels) == 1
+                if label in labels and sum(label in each for each in contraction.labels) == 1 and operand is not query
             }
             is_masked = call.function in ADDED_PRODUCTS
-            scores = _Scores(axes_of(result.shape), frozenset(tokens), tokens, is_masked, _version(result))
+            factors = None
+            if query is not None:
+                lineage, module_calls = call_stack.lineage, call_stack.module_calls
+                origins = [lineage.origin(operand, module_calls) for operand in contraction.operands]
+                factors = origins[0], origins[1]
+            axes = axes_of(result.shape)
+            scores = _Scores(axes, frozenset(tokens), tokens, is_masked, _version(result), factors)
             call_stack.attention.scores.set(result, scores)
             return
     for tensor in call.tensors if call_stack.attention.scores else ():
@@ -76,10 +103,44 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
         if followed is None:
             continue
         is_masked = may_be_masked(tensor) or call.function not in _WITHOUT_MASK
+        exponents = tensor.detach() if call.function in _EXPONENTIALS else followed.exponents
         for other, axes in _axes_after(call, followed, tensor, result):
-            scores = followed._replace(axes=axes, may_be_masked=is_masked, version=_version(other))
+            scores = followed._replace(
+                axes=axes,
+                may_be_masked=is_masked,
+                version=_version(other),
+                exponents=exponents if other.shape == tensor.shape else None,
+            )
             call_stack.attention.scores.set(other, scores)
         return
+
+
+def _has_learned_query(call: FunctionCall, contraction: Contraction) -> bool:
+    """Return True if a product may be that of learned queries, a parameter on its left, with the keys of all tokens. A
+    linear map has its parameter on the right, or is a function of its own.
+    """
+    is_other = call.function is F.linear or call.function in ADDED_PRODUCTS or call.function in CONVOLUTIONS
+    operands = contraction.operands
+    return len(operands) == 2 and not is_other and is_parameter(operands[0]) and not is_parameter(operands[1])
+
+
+def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, int] | None:
+    """Return three values if the `result` of a function call is the softmax of scores, which the model has written as
+    an exponential, divided by its sum: the argument of the call that follows from the scores, the scores, and the axis
+    of the softmax. Return None for other results.
+    """
+    followed = call_stack.attention.scores.get(result) if isinstance(result, Tensor) else None
+    if followed is None or followed.exponents is None or call.function not in _NORMALISATIONS:
+        return None
+    exponents, tolerance = followed.exponents, torch.finfo(result.dtype).eps ** 0.5
+    if has_no_numbers() or not has_usual_values(result) or exponents.shape != result.shape:
+        return None
+    for dim in reversed([dim for dim, size in enumerate(result.shape) if size > 1 and compares_activations(result, dim)]):
+        with torch.no_grad():
+            difference = (result - exponents.softmax(dim)).abs()
+        if bool(((difference <= tolerance) | result.isnan()).all()):
+            return next(each for each in call.tensors if call_stack.attention.scores.get(each)), exponents, dim
+    return None
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -100,11 +161,21 @@ def may_be_masked(scores: Tensor) -> bool:
 
 
 def compares_activations(scores: Tensor, dim: int) -> bool:
-    """Return True if `scores` come from a product of two activations, and only one of these two has the axis `dim` of
-    the scores. The axis of keys in attention scores is such an axis.
+    """Return True if `scores` come from a product of two activations, or of a learned query with an activation, and
+    only one factor of the product has the axis `dim` of the scores. The axis of keys in attention scores is such an
+    axis.
     """
     followed: _Scores | None = call_stack.attention.scores.get(scores)
     return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared
+
+
+def with_learned_query(scores: Tensor, origin: Origin) -> Origin:
+    """Return the `origin` (sources) of attention scores. If they are a product of a learned query with keys, add the
+    sources of both as its factors.
+    """
+    followed: _Scores | None = call_stack.attention.scores.get(scores)
+    is_known = followed is None or followed.factors is None or bool(origin.factors)
+    return origin if is_known else origin._replace(factors=(followed.factors,))
 
 
 def tokens_of_scores(scores: Tensor, dim: int) -> ComparedTokens | None:
@@ -140,6 +211,6 @@ def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any
             for label, size in zip(contraction.result, result.shape, strict=True)
         )
         return [(result, known)]
-    if call.function in CONCATENATIONS and result.ndim == before.ndim:  # keys are added
+    if call.function in _LENGTHENING and result.ndim == before.ndim:  # keys are added
         return [(result, scores.axes)]
     return axes_after(call, scores.axes, before, result)
