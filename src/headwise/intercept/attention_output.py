@@ -84,6 +84,8 @@ class AttentionOutput:
         self._changed: Tensor | None = None
         for innermost in innermost_calls(module_calls) if source is not None else ():
             number_layer(innermost, origins)
+        for module_call in module_calls:
+            module_call.projected.clear()
         self._change = object()  # stands for the change in records that must not keep this object in memory
 
     def establish(self, layout: HeadLayout, *, may_hide_heads: bool = False) -> None:

@@ -60,7 +60,13 @@ WEIGHTS_USED_TWICE = "weights of these modules are multiplied with several tenso
 
 
 def on_softmax(
-    scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool = False, numbers: Tensor | None = None
+    scores: Tensor,
+    result: Tensor,
+    dim: Any,
+    *,
+    is_attention: bool = False,
+    numbers: Tensor | None = None,
+    is_written: bool = False,
 ) -> None:
     """Record the `result` of a softmax as possible attention weights. The weights are then followed through later
     functions until the model multiplies them with values. A softmax is ignored if its scores are not known to be a
@@ -72,6 +78,8 @@ def on_softmax(
         dim: axis of the softmax.
         is_attention: True if the scores are known to be products of queries and keys.
         numbers: the scores whose softmax is `result`, if these were computed from `scores`; by default `scores`.
+        is_written: True if the model wrote the softmax as an exponential and a sum. It is then ignored if the model
+            does not use it.
     """
     module_calls = call_stack.module_calls[:]
     if isinstance(module_calls[-1].module, nn.Softmax):  # the module around it attends
@@ -88,7 +96,9 @@ def on_softmax(
     origin = with_learned_query(scores, call_stack.origin_of_scores(scores))
     tokens = tokens_of_scores(scores, dim)
     is_masked = may_be_masked(scores)
-    softmax = Softmax(dim, result.numel(), module_calls, origin, is_comparison, tokens, is_masked)
+    softmax = Softmax(
+        dim, result.numel(), module_calls, origin, is_comparison, tokens, is_masked, is_written=is_written
+    )
     call_stack.attention.softmaxes.append(softmax)
     detached = (scores if numbers is None else numbers).detach()
     record_weights(result, Weights(softmax, axes_of(result.shape), lambda: detached))
@@ -114,7 +124,9 @@ def on_module_end(module_call: ModuleCall) -> None:
         call_stack.attention.softmaxes.remove(softmax)
         softmax.has_ended = True
         softmax.outputs.clear()
-        if not softmax.products and (softmax.is_used or module_call.is_attention):
+        if not softmax.products and (
+            softmax.is_used or (module_call.is_attention and not softmax.is_written)
+        ):
             report_unreadable(softmax.module_calls, NOT_SEEN)
 
 

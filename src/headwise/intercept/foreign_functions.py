@@ -100,7 +100,7 @@ def _of_operator(operator: Any) -> Callable[..., Any]:
     """
     library, _, name = operator_name(operator).partition("::")
     if library == "aten":
-        for owner in (torch, torch._C._nn, torch._C.TensorBase):
+        for owner in (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase):
             function = getattr(owner, _OTHER_NAMES.get(name, name), None)
             if function is not None and not isinstance(function, FunctionType):
                 return cast("Callable[..., Any]", function)

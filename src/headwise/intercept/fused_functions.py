@@ -37,7 +37,8 @@ def report_fused(call: FunctionCall, result: Any, module_calls: list[ModuleCall]
 
 def _may_attend(call: FunctionCall, result: Any) -> bool:
     """Return True if an operator may compute attention: three of its arguments are activations, its `result` has the
-    shape of the first of them but for the features, and depends on other tokens of the last one.
+    shape of the first of them but for the features, and depends on other tokens of the last one. A single argument that
+    is three times as large as the result may also be queries, keys and values.
 
     To test this, the operator is called again, unless it changes its arguments or returns several tensors.
     """
@@ -45,9 +46,9 @@ def _may_attend(call: FunctionCall, result: Any) -> bool:
         return False
     tensors = list({id(each): each for each in call.tensors if _may_be_heads(each) and not is_parameter(each)}.values())
     activations = [each for each in tensors if has_usual_values(each) and is_computed(each)]
-    if len(activations) < 3:
-        return False
     out = result[0] if isinstance(result, tuple | list) and result else result
+    if len(activations) < 3:  # one of them may have queries, keys and values
+        return isinstance(out, Tensor) and any(each.numel() == 3 * out.numel() for each in activations)
     if not isinstance(out, Tensor):
         return True  # it may write into one of its arguments
     if out.ndim != activations[0].ndim or out.shape[:-1] != activations[0].shape[:-1]:

@@ -28,7 +28,8 @@ class ModuleCall:
         stated: what the user states about the attention of the module; None for nothing.
         parts: attention layers that the module computes itself, in all its calls.
         call_counts: number of attention calls so far inside this call, by site.
-        projected: numbers of elements of the linear maps that the module has computed so far, if it contains others.
+        projected: numbers of elements of the linear maps that the module has computed so far, or since it attended, if
+            it contains other modules.
     """
 
     interceptor: Interceptor

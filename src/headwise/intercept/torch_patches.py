@@ -94,7 +94,7 @@ def _recorded(call: FunctionCall, result: Any) -> Any:
     softmax = written_softmax(call, result)
     if softmax is not None:
         scores, numbers, dim = softmax
-        eager_softmax.on_softmax(scores, result, dim, numbers=numbers)
+        eager_softmax.on_softmax(scores, result, dim, numbers=numbers, is_written=True)
     return result
 
 

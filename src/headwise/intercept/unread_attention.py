@@ -93,6 +93,8 @@ def report_new(owner: ModuleCall, tensors: list[Any]) -> None:
     functions that are not followed.
     """
     projected = owner.projected
+    if has_no_numbers() or call_stack.is_recomputing:
+        return
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.ndim < 2:
             continue
