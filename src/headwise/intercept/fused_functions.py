@@ -40,42 +40,47 @@ def _may_attend(call: FunctionCall, result: Any) -> bool:
     shape of the first of them but for the features, and depends on other tokens of the last one. A single argument that
     is three times as large as the result may also be queries, keys and values.
 
-    To test this, the operator is called again, unless it changes its arguments or returns several tensors.
+    To test this, the operator is called again, unless it changes its arguments.
     """
     if operator_name(call.function).startswith(("aten::", "prim::", "prims::")) or has_no_numbers():
         return False
     tensors = list({id(each): each for each in call.tensors if _may_be_heads(each) and not is_parameter(each)}.values())
     activations = [each for each in tensors if has_usual_values(each) and is_computed(each)]
-    out = result[0] if isinstance(result, tuple | list) and result else result
+    out = _first(result)
     if len(activations) < 3:  # one of them may have queries, keys and values
         return isinstance(out, Tensor) and any(each.numel() == 3 * out.numel() for each in activations)
     if not isinstance(out, Tensor):
         return True  # it may write into one of its arguments
     if out.ndim != activations[0].ndim or out.shape[:-1] != activations[0].shape[:-1]:
         return False
-    return not isinstance(result, Tensor) or _mixes_tokens(call, activations[2], result)
+    return _mixes_tokens(call, activations[2], out)
 
 
-def _mixes_tokens(call: FunctionCall, values: Tensor, result: Tensor) -> bool:
-    """Return True if the `result` of an operator depends on `values` of other tokens, or if this cannot be tested.
+def _first(result: Any) -> Any:
+    """Return the first of several results of a function, or its only result."""
+    return result[0] if isinstance(result, tuple | list) and result else result
 
-    The first half of the values along the second axis, and then along the last but one, is changed. Functions of single
-    elements or tokens, such as norms, activation functions and rotary embeddings, change at the same places only.
+
+def _mixes_tokens(call: FunctionCall, values: Tensor, out: Tensor) -> bool:
+    """Return True if the output `out` of an operator depends on `values` of other tokens, or if this cannot be tested.
+
+    The first half of the values along each axis but that of the features is changed. Functions of single elements or
+    tokens, such as norms, activation functions and rotary embeddings, change at the same places only.
     """
     schemas = [getattr(call.function, name)._schema for name in getattr(call.function, "overloads", list)()]
     if any(schema.is_mutable for schema in schemas or [call.function._schema]):
         return True
-    for axis in {1, values.ndim - 2}:
+    if out.ndim != values.ndim or out.shape[:-1] != values.shape[:-1]:
+        return True
+    for axis in range(values.ndim - 1):
         half = values.shape[axis] // 2
-        if not half or result.shape[axis] != values.shape[axis]:
-            continue
         changed = values.detach().clone()
         changed.narrow(axis, 0, half).mul_(-2)
         with torch.no_grad(), random_state_kept(values.device):
-            difference = call.replaced(values, changed).run() - result
-        if bool(difference.narrow(axis, half, result.shape[axis] - half).nan_to_num().any()):
+            difference = _first(call.replaced(values, changed).run()) - out
+        if bool(difference.narrow(axis, half, out.shape[axis] - half).nan_to_num().any()):
             return True
-    return any(result.shape[axis] != values.shape[axis] for axis in (1, values.ndim - 2))
+    return False
 
 
 @cache
