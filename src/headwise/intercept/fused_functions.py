@@ -12,7 +12,7 @@ from headwise.intercept.foreign_functions import OPERATORS, operator_name
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.undropped import random_state_kept
-from headwise.intercept.unread_attention import is_computed
+from headwise.intercept.unread_attention import is_projected
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 
 NAME_PARTS = ("attention", "attn", "transformer_encoder_layer_fwd")
@@ -45,7 +45,7 @@ def _may_attend(call: FunctionCall, result: Any) -> bool:
     if operator_name(call.function).startswith(("aten::", "prim::", "prims::")) or has_no_numbers():
         return False
     tensors = list({id(each): each for each in call.tensors if _may_be_heads(each) and not is_parameter(each)}.values())
-    activations = [each for each in tensors if has_usual_values(each) and is_computed(each)]
+    activations = [each for each in tensors if has_usual_values(each) and is_projected(each)]
     out = _first(result)
     if len(activations) < 3:  # one of them may have queries, keys and values
         return isinstance(out, Tensor) and any(each.numel() == 3 * out.numel() for each in activations)

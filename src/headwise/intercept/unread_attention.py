@@ -43,7 +43,7 @@ def report_averages(call: FunctionCall) -> None:
     contraction = contraction_of(call.function, call.args, call.kwargs)
     if contraction is None or len(contraction.operands) != 2 or any(map(is_parameter, contraction.operands)):
         return
-    if any(weights_of(operand) is not None or not is_computed(operand) for operand in contraction.operands):
+    if any(weights_of(operand) is not None or not _is_computed(operand) for operand in contraction.operands):
         return
     for operand, other in (contraction.operands, contraction.operands[::-1]):
         reason = _why_unread(contraction, operand, other)
@@ -58,8 +58,9 @@ def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> st
     """
     labels, labels_of_values = contraction.labels_of(weights), contraction.labels_of(values)
     summed = [axis for axis, label in enumerate(labels) if label in contraction.summed and label in labels_of_values]
-    has_own_axis = bool(set(labels_of_values) - set(labels))
-    if len(summed) != 1 or not has_own_axis or not has_usual_values(weights) or not weights.is_floating_point():
+    sizes = zip(labels_of_values, values.shape, strict=True)
+    has_own_axis = any(label not in labels and size > 1 for label, size in sizes)
+    if not is_projected(weights) or len(summed) != 1 or not has_own_axis or not has_usual_values(weights) or not weights.is_floating_point():
         return None
     (axis,) = summed
     is_of_scores = compares_activations(weights, axis)
@@ -84,7 +85,7 @@ def report_new_tensors(call: FunctionCall, result: Any) -> None:
     owner = _owner()
     if owner.projected:
         report_new(owner, [*call.tensors, *([result] if call.function in _CONVERSIONS else ())])
-    if call.function in _MAPS and isinstance(result, Tensor) and is_computed(call.tensors[0]):
+    if call.function in _MAPS and isinstance(result, Tensor) and _is_computed(call.tensors[0]):
         owner.projected.append(result.numel())
 
 
@@ -111,12 +112,17 @@ def _owner() -> ModuleCall:
     return next((call for call in reversed(calls) if next(call.module.children(), None) is not None), calls[-1])
 
 
-def is_computed(tensor: Tensor) -> bool:
-    """Return True if a tensor was computed from activations, by linear maps or products of activations; False for
-    inputs, parameters and masks.
+def _is_computed(tensor: Tensor) -> bool:
+    """Return True if a tensor depends on others than parameters, buffers and constants."""
+    return bool(call_stack.lineage.origin(tensor, call_stack.module_calls).sources & ~call_stack.lineage.state)
+
+
+def is_projected(tensor: Tensor) -> bool:
+    """Return True if a tensor was computed from activations by a linear map or a product of activations. This is False
+    for inputs, parameters and masks, and for what follows from positions.
     """
     origin = call_stack.lineage.origin(tensor, call_stack.module_calls)
-    return bool(origin.sources & ~call_stack.lineage.state)
+    return _is_computed(tensor) and bool(origin.maps or origin.factors)
 
 
 def _may_be_of_tokens(contraction: Contraction, weights: Tensor, values: Tensor, label: Label | None) -> bool:
