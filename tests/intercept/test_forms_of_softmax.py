@@ -1,4 +1,4 @@
-"""Softmax attention in other forms than softmax and matmul, against weights that are computed in float64 by definition."""
+"""Softmax attention in other forms than softmax and matmul, against weights by definition in float64."""
 
 import pytest
 import torch
@@ -32,6 +32,18 @@ def padded_in_front(q, k, v, hidden):
 def zeros_of_a_concatenation(q, k, v, hidden):
     scores = scores_of(q, k, hidden)
     return torch.cat([torch.zeros(2, HEADS, LENGTH, 1), scores], -1).softmax(-1).narrow(-1, 1, LENGTH) @ v
+
+
+def one_more_in_the_sum(q, k, v, hidden):
+    weights = scores_of(q, k, hidden).exp()
+    return weights / (1 + weights.sum(-1, keepdim=True)) @ v
+
+
+def one_more_without_the_largest(q, k, v, hidden):
+    scores = scores_of(q, k, hidden)
+    largest = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - largest)
+    return torch.div(weights, weights.sum(-1, keepdim=True) + (-largest).exp()) @ v
 
 
 def softmin(q, k, v, hidden):
@@ -93,8 +105,9 @@ def multiplied_by_expanded_keys(q, k, v, hidden):
     return scores.squeeze(-1).masked_fill(hidden, -torch.inf).softmax(-1) @ v
 
 
-WITH_ZERO = [padded, padded_in_front, zeros_of_a_concatenation]
+WITH_ZERO = [padded, padded_in_front, zeros_of_a_concatenation, one_more_in_the_sum, one_more_without_the_largest]
 SHIFTED = [exponential_of_log_softmax, exponential_minus_logsumexp, exponential_without_the_largest]
+SHIFTED += [one_more_without_the_largest]
 OTHERS = [softmin, exponential_and_sum, divided_in_place, normalised_by_a_function, operators, operators_of_batches]
 OTHERS += [private_function, multiplied_and_summed, multiplied_by_expanded_keys]
 
@@ -110,7 +123,9 @@ class Block(nn.Module):
     def truth(self, x):
         """Return scores and weights by definition."""
         q, k, _ = map(split, self.qkv(x).chunk(3, -1))
-        scores = torch.einsum("bhqd,bhkd->bhqk", q, k) + torch.zeros(LENGTH, LENGTH).masked_fill(self.hidden, -torch.inf)
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, k) + torch.zeros(LENGTH, LENGTH).masked_fill(
+            self.hidden, -torch.inf
+        )
         return scores, scores.exp() / (scores.exp().sum(-1, keepdim=True) + (self.way in WITH_ZERO))
 
     def forward(self, x):
@@ -127,7 +142,7 @@ def double():
 
 @pytest.mark.filterwarnings(UNKNOWN_SCORES)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("way", [*WITH_ZERO, *SHIFTED, *OTHERS])
+@pytest.mark.parametrize("way", list(dict.fromkeys([*WITH_ZERO, *SHIFTED, *OTHERS])))
 def test_every_form_has_the_statistics_of_its_definition(way, causal):
     model, x = nn.Sequential(Block(way, causal)), torch.randn(2, LENGTH, WIDTH)
     plain = model(x)
@@ -176,6 +191,46 @@ def test_pooling_by_learned_queries_is_cross_attention(way):
     assert [row["received"] for row in heads.rows()] == pytest.approx(received.tolist(), rel=1e-9)
     assert "distance" not in heads.rows()[0]
     require_gate(model, x)
+
+
+class Joined(nn.Module):
+    """Attention of one head, or of three, whose output is concatenated with the queries before a common projection
+    (Luong et al. 2015, equation 5).
+    """
+
+    def __init__(self, heads, is_first):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out_proj, self.heads, self.is_first = nn.Linear(2 * WIDTH, WIDTH), heads, is_first
+
+    def weights(self, x):
+        q, k = (layer(x).unflatten(-1, (self.heads, -1)) for layer in (self.q, self.k))
+        weights = torch.einsum("bqhd,bkhd->bhqk", q, k).exp()
+        return weights / weights.sum(-1, keepdim=True)
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.heads > 1:
+            q, k, v = split(q), split(k), split(v)
+        out = (q @ k.mT).softmax(-1) @ v
+        if self.heads > 1:
+            q, out = merge(q), merge(out)
+        return self.out_proj(torch.cat([out, q] if self.is_first else [q, out], -1)).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_outputs_that_are_joined_with_queries_are_observed(heads, is_first):
+    model, x = nn.Sequential(Joined(heads, is_first)), torch.randn(2, LENGTH, WIDTH)
+    with hw.watch(model) as results:
+        model(x)
+    require_statistics(results, [model[0].weights(x)])
+    with hw.gate(model, {("0", heads - 1): 0.5}):
+        gated = model(x)
+    last = (0 if is_first else WIDTH) + WIDTH - WIDTH // heads
+    model[0].out_proj.weight[:, last : last + WIDTH // heads] *= 0.5
+    torch.testing.assert_close(gated, model(x))
 
 
 def test_a_written_softmax_without_a_product_is_no_attention():

@@ -1,4 +1,4 @@
-"""Attention that is not followed is named, also next to attention that is observed; other computations are not named."""
+"""Attention that is not followed is named next to attention that is observed; other computations are not named."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from self_attention import HEADS, WIDTH, merge, split
 from torch import nn
 
 import headwise as hw
-from headwise.intercept.refusals import NORMALISED, NOT_FOLLOWED, NOT_NORMALISED, NOT_SEEN
+from headwise.intercept.refusals import NO_QUERIES, NORMALISED, NOT_FOLLOWED, NOT_NORMALISED, NOT_SEEN
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -105,14 +105,11 @@ def normalised_later(q, k, v):
     return weights @ v / weights.sum(-1, keepdim=True)
 
 
-def with_mass_for_nothing(q, k, v):
-    scores = q @ k.mT
-    largest = scores.amax(-1, keepdim=True).clamp(min=0)
-    weights = (scores - largest).exp()
-    return weights / (weights.sum(-1, keepdim=True) + (-largest).exp()) @ v
+def exponential_of_a_mean(q, k, v):
+    return (q @ k.mT - 1.7).exp() / LENGTH @ v
 
 
-NOT_NORMALISING = [sigmoid, squares, normalised_later, with_mass_for_nothing]
+NOT_NORMALISING = [sigmoid, squares, normalised_later, exponential_of_a_mean]
 
 # -- functions that are not followed ----------------------------------------------------------------------------------
 
@@ -166,6 +163,25 @@ def test_attention_that_is_not_followed_is_named(way, reason):
     assert {row["module"] for row in heads.rows()} == {"0", "2"}
     with pytest.raises(hw.InputError, match="^(values|model): expected"), hw.gate(model, {("1", 0): 0.0}):
         model(x)
+
+
+def one_query(q, k, v):
+    weights = torch.einsum("bhd,bhkd->bhk", q[:, :, -1], k).softmax(-1)
+    return torch.einsum("bhk,bhkd->bhd", weights, v)[:, :, None]
+
+
+def neighbours(q, k, v):
+    k, v = (F.pad(part, (0, 0, 2, 2)).unfold(2, 5, 1).mT for part in (k, v))
+    return ((q[..., None, :] * k).sum(-1).softmax(-1)[..., None] * v).sum(-2)
+
+
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
+@pytest.mark.parametrize("way", [one_query, neighbours])
+def test_queries_without_an_axis_of_their_own_are_named(way):
+    model = nn.Sequential(Block(plain), Block(way))
+    with pytest.warns(UserWarning, match=f"^{NO_QUERIES}: 1$"), hw.watch(model) as heads:
+        model(torch.randn(2, LENGTH, WIDTH))
+    assert {row["module"] for row in heads.rows()} == {"0"}
 
 
 class Additive(nn.Module):
@@ -315,7 +331,9 @@ def dispatched_experts(m, x):
 
 
 def stacked_experts(m, x):
-    return (torch.stack([layer(x) for layer in (m.a, m.b, m.c)], -1) @ m.gate(x)[..., :3].softmax(-1)[..., None])[..., 0]
+    return (torch.stack([layer(x) for layer in (m.a, m.b, m.c)], -1) @ m.gate(x)[..., :3].softmax(-1)[..., None])[
+        ..., 0
+    ]
 
 
 def average_of_visible(m, x):
@@ -335,7 +353,13 @@ def scores_of_pairs(m, x):
     return x + (m.gate(x)[..., None, :HEADS] @ scores)[..., 0, :1]
 
 
+def powers_of_scores(m, x):
+    scores = (m.a(x) @ m.b(x).mT).sigmoid()
+    return x + (scores @ scores).sum(-1, keepdim=True)
+
+
 NO_ATTENTION = {
+    "powers of scores": powers_of_scores,
     "scores of pairs": scores_of_pairs,
     "gate of an operator": lambda m, x: gated(m.a(x), m.b(x), m.c(x)),
     "norm of an operator": lambda m, x: normed(m.a(x), m.b(x), m.c(x))[0],

@@ -1,5 +1,4 @@
-"""Products of tensors that a model writes as a multiplication and a sum, such as `(q[:, :, None] * k[:, None]).sum(-1)`.
-"""
+"""Products that a model writes as a multiplication and a sum, such as `(q[:, :, None] * k[:, None]).sum(-1)`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,4 +40,6 @@ def _is_broadcast(factor: Tensor, result: Tensor) -> bool:
     if factor.layout is not torch.strided or factor.is_nested or result.ndim < 2 or not factor.ndim:
         return False
     is_smaller = factor.numel() < result.numel()
-    return is_smaller or any(size > 1 and not stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
+    return is_smaller or any(
+        size > 1 and not stride for size, stride in zip(factor.shape, factor.stride(), strict=True)
+    )

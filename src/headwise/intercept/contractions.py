@@ -26,9 +26,7 @@ def multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], keep
     return (left * right).sum(tuple(dims), keepdim=keepdim)
 
 
-PRODUCTS = (
-    MATMULS | ADDED_PRODUCTS | CONVOLUTIONS | {Tensor.__rmatmul__, F.linear, torch.einsum, multiplied_and_summed}
-)
+PRODUCTS = MATMULS | ADDED_PRODUCTS | CONVOLUTIONS | {Tensor.__rmatmul__, F.linear, torch.einsum, multiplied_and_summed}
 """Functions that sum products of two or more tensors over an axis."""
 
 Label = str | int

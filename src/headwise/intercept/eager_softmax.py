@@ -124,9 +124,7 @@ def on_module_end(module_call: ModuleCall) -> None:
         call_stack.attention.softmaxes.remove(softmax)
         softmax.has_ended = True
         softmax.outputs.clear()
-        if not softmax.products and (
-            softmax.is_used or (module_call.is_attention and not softmax.is_written)
-        ):
+        if not softmax.products and (softmax.is_used or (module_call.is_attention and not softmax.is_written)):
             report_unreadable(softmax.module_calls, NOT_SEEN)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from headwise.intercept.attention_output import report_unreadable
 from headwise.intercept.contractions import is_parameter
@@ -32,7 +33,9 @@ def report_fused(call: FunctionCall, result: Any, module_calls: list[ModuleCall]
             report_unreadable(module_calls, reason)
     elif isinstance(call.function, OPERATORS) and _may_attend(call, result):
         name = operator_name(call.function)
-        report_unreadable(module_calls, f"these modules call the operator {name}, which may be attention and is not read")
+        report_unreadable(
+            module_calls, f"these modules call the operator {name}, which may be attention and is not read"
+        )
 
 
 def _may_attend(call: FunctionCall, result: Any) -> bool:
@@ -67,8 +70,9 @@ def _mixes_tokens(call: FunctionCall, values: Tensor, out: Tensor) -> bool:
     The first half of the values along each axis but that of the features is changed. Functions of single elements or
     tokens, such as norms, activation functions and rotary embeddings, change at the same places only.
     """
-    schemas = [getattr(call.function, name)._schema for name in getattr(call.function, "overloads", list)()]
-    if any(schema.is_mutable for schema in schemas or [call.function._schema]):
+    operator: Any = call.function
+    overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
+    if any(overload._schema.is_mutable for overload in overloads):
         return True
     if out.ndim != values.ndim or out.shape[:-1] != values.shape[:-1]:
         return True

@@ -15,6 +15,12 @@ HEADS_CONTRADICT = "attention of these modules is left out, since it has not the
 NOT_OVER_KEYS = "these modules compute a softmax that averages no values over keys, which is not read as attention"
 """Reason for what looks like attention, but mixes features, channels or heads."""
 
+NO_QUERIES = (
+    "attention of these modules is left out, since its output has no axis of queries, as for one query, or for queries "
+    "that have keys of their own"
+)
+"""Reason for attention in which every sequence has one query, or every query has other keys, such as neighbours."""
+
 NORMALISED = (
     "these modules multiply weights that are normalised over an axis with another tensor and sum over this axis, in a "
     "way that is not read as attention"

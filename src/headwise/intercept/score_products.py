@@ -72,16 +72,14 @@ class _Scores(NamedTuple):
 
 def follow_scores(call: FunctionCall, result: Any) -> None:
     """Record the `result` of a function call as possible attention scores. It is recorded if the function multiplies
-    two activations, or an activation by a learned query on its left. It is also recorded if an argument is recorded as scores and the function adds to them, scales,
-    masks or reshapes them, or mixes heads.
+    two activations, or an activation by a learned query on its left. It is also recorded if an argument is recorded as
+    scores and the function adds to them, scales, masks or reshapes them, or mixes heads.
     """
     is_map = call.function is F.linear and len(call.args) > 1 and is_parameter(call.args[1])
     if call.function in PRODUCTS and not is_map and isinstance(result, Tensor):
         contraction = contraction_of(call.function, call.args, call.kwargs)
-        if contraction is not None and (
-            not any(map(is_parameter, contraction.operands)) or _has_learned_query(call, contraction)
-        ):
-            query = contraction.operands[0] if _has_learned_query(call, contraction) else None
+        query = contraction.operands[0] if contraction is not None and _has_learned_query(call, contraction) else None
+        if contraction is not None and (query is not None or not any(map(is_parameter, contraction.operands))):
             tokens = {
                 axis: call_stack.lineage.tokens.along(contraction, operand, label)
                 for axis, label in enumerate(contraction.result)
@@ -128,6 +126,9 @@ def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, in
     """Return three values if the `result` of a function call is the softmax of scores, which the model has written as
     an exponential, divided by its sum: the argument of the call that follows from the scores, the scores, and the axis
     of the softmax. Return None for other results.
+
+    A number for each row that is added to the sum is the exponential of a further score, without a value. The sum of a
+    row of weights is then less than 1.
     """
     followed = call_stack.attention.scores.get(result) if isinstance(result, Tensor) else None
     if followed is None or followed.exponents is None or call.function not in _NORMALISATIONS:
@@ -135,12 +136,24 @@ def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, in
     exponents, tolerance = followed.exponents, torch.finfo(result.dtype).eps ** 0.5
     if has_no_numbers() or not has_usual_values(result) or exponents.shape != result.shape:
         return None
-    for dim in reversed([dim for dim, size in enumerate(result.shape) if size > 1 and compares_activations(result, dim)]):
+    for dim in reversed(
+        [dim for dim, size in enumerate(result.shape) if size > 1 and compares_activations(result, dim)]
+    ):
         with torch.no_grad():
-            difference = (result - exponents.softmax(dim)).abs()
-        if bool(((difference <= tolerance) | result.isnan()).all()):
+            sums = result.sum(dim, keepdim=True)
+            difference = (result - sums * exponents.softmax(dim)).abs()
+            is_row = _divides_rows(call, sums)
+            has_sum = (sums <= 1 + tolerance) if is_row else ((sums - 1).abs() <= tolerance)
+        if bool((((difference <= tolerance) & has_sum) | result.isnan()).all()):
             return next(each for each in call.tensors if call_stack.attention.scores.get(each)), exponents, dim
     return None
+
+
+def _divides_rows(call: FunctionCall, sums: Tensor) -> bool:
+    """Return True if a function call divides a tensor by a number for each row, a tensor of the shape of `sums`."""
+    divisor = call.args[1] if len(call.args) > 1 else None
+    is_division = getattr(call.function, "__name__", "") in ("div", "div_", "divide", "__truediv__", "__itruediv__")
+    return is_division and isinstance(divisor, Tensor) and divisor.shape == sums.shape
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -169,13 +182,20 @@ def compares_activations(scores: Tensor, dim: int) -> bool:
     return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared
 
 
+def compares_two(tensor: Tensor) -> bool:
+    """Return True if a tensor was computed from a product of two activations, without another linear map since then."""
+    followed: _Scores | None = call_stack.attention.scores.get(tensor)
+    return followed is not None and followed.factors is None
+
+
 def with_learned_query(scores: Tensor, origin: Origin) -> Origin:
     """Return the `origin` (sources) of attention scores. If they are a product of a learned query with keys, add the
     sources of both as its factors.
     """
     followed: _Scores | None = call_stack.attention.scores.get(scores)
-    is_known = followed is None or followed.factors is None or bool(origin.factors)
-    return origin if is_known else origin._replace(factors=(followed.factors,))
+    if followed is None or followed.factors is None or origin.factors:
+        return origin
+    return origin._replace(factors=(followed.factors,))
 
 
 def tokens_of_scores(scores: Tensor, dim: int) -> ComparedTokens | None:

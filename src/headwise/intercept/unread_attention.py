@@ -1,4 +1,4 @@
-"""Computations that may be attention, but are not followed: their modules are named, so that no attention is missing."""
+"""Computations that may be attention, but are not followed: their modules are named in warnings."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from headwise.intercept.contractions import (
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.refusals import NORMALISED, NOT_FOLLOWED, NOT_NORMALISED
-from headwise.intercept.score_products import compares_activations
+from headwise.intercept.score_products import compares_activations, compares_two
 from headwise.intercept.softmax_weights import weights_of
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 
@@ -60,7 +60,13 @@ def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> st
     summed = [axis for axis, label in enumerate(labels) if label in contraction.summed and label in labels_of_values]
     sizes = zip(labels_of_values, values.shape, strict=True)
     has_own_axis = any(label not in labels and size > 1 for label, size in sizes)
-    if not is_projected(weights) or len(summed) != 1 or not has_own_axis or not has_usual_values(weights) or not weights.is_floating_point():
+    if (
+        not is_projected(weights)
+        or len(summed) != 1
+        or not has_own_axis
+        or not has_usual_values(weights)
+        or not weights.is_floating_point()
+    ):
         return None
     (axis,) = summed
     is_of_scores = compares_activations(weights, axis)
@@ -73,7 +79,7 @@ def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> st
     tolerance = torch.finfo(numbers.dtype).eps ** 0.5
     if bool((((sums - 1).abs() <= tolerance) | (sums.abs() <= tolerance)).all()):
         return NORMALISED
-    return NOT_NORMALISED if is_of_scores else None
+    return NOT_NORMALISED if is_of_scores and not compares_two(values) else None
 
 
 def report_new_tensors(call: FunctionCall, result: Any) -> None:
@@ -140,4 +146,5 @@ def _are_tokens(contraction: Contraction, operand: Tensor, label: Label | None) 
     numbered = call_stack.lineage.tokens.along(contraction, operand, label)
     if numbered is None:
         return None
-    return bool((numbered.numbers[..., 1:] != numbered.numbers[..., :1]).any())
+    numbers = numbered.numbers
+    return numbers.stride(-1) != 0 and bool((numbers[..., 1:] != numbers[..., :1]).any())
