@@ -146,13 +146,23 @@ def average_of_products(q, k, v):
     return ((q @ k.mT).softmax(-1)[..., None] * v[:, :, None]).mean(-2) * LENGTH
 
 
+def grouped_convolution(q, k, v):
+    weights, groups = (q @ k.mT).softmax(-1), len(q) * HEADS
+    out = F.conv1d(v.reshape(1, groups * LENGTH, -1), weights.view(groups * LENGTH, LENGTH, 1), groups=groups)
+    return out.view(q.shape)
+
+
+def product_of_sums(q, k, v):
+    return torch.einsum("bhqk,bhd->bhqd", (q @ k.mT).softmax(-1), v.mean(2))
+
+
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
         *((way, NORMALISED) for way in NORMALISING),
         *((way, NOT_NORMALISED) for way in NOT_NORMALISING),
         *((way, NOT_FOLLOWED) for way in NOT_FOLLOWING),
-        (average_of_products, NOT_SEEN),
+        *((way, NOT_SEEN) for way in (average_of_products, grouped_convolution, product_of_sums)),
     ],
 )
 def test_attention_that_is_not_followed_is_named(way, reason):

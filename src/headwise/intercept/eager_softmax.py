@@ -244,6 +244,8 @@ class _Product(AttentionSource):
             return None
         other = 0 if contraction.operands[1] is tensor else 1
         values, value_axes = contraction.operands[other], contraction.labels[other]
+        if not {labels[axis] for axis in key_axes} <= set(value_axes):  # a sum of weights alone
+            return None
         origins = call_stack.origins_of_product(weights.softmax.origin, values)
         if weights.softmax.tokens is not None:
             tokens_of_values = call_stack.lineage.tokens.along(contraction, values, labels[key_axes[-1]])

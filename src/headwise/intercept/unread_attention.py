@@ -115,7 +115,7 @@ def report_new(owner: ModuleCall, tensors: list[Any]) -> None:
 def _owner() -> ModuleCall:
     """Return the innermost running call of a module that contains other modules; it computes with their projections."""
     calls = call_stack.module_calls
-    return next((call for call in reversed(calls) if next(call.module.children(), None) is not None), calls[-1])
+    return next((call for call in reversed(calls) if call.module._modules), calls[-1])
 
 
 def _is_computed(tensor: Tensor) -> bool:
