@@ -100,15 +100,14 @@ def report_new(owner: ModuleCall, tensors: list[Any]) -> None:
     functions that are not followed.
     """
     projected = owner.projected
-    if has_no_numbers() or call_stack.is_recomputing:
+    if all(map(call_stack.lineage.is_known, tensors)) or has_no_numbers() or call_stack.is_recomputing:
         return
     for tensor in tensors:
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.ndim < 2:
+        if not isinstance(tensor, Tensor) or not call_stack.lineage.is_new(tensor, call_stack.module_calls):
             continue
-        size = tensor.numel()
+        size = tensor.numel() if tensor.is_floating_point() and tensor.ndim > 1 else -1
         are_three = size in projected and (len(projected) >= 3 or 2 * size in projected)
-        is_new = are_three or 3 * size in projected
-        if is_new and call_stack.lineage.is_new(tensor, call_stack.module_calls):
+        if are_three or 3 * size in projected:
             owner.interceptor.on_unreadable(owner.path, NOT_FOLLOWED)
 
 
