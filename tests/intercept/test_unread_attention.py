@@ -276,6 +276,12 @@ def rotated(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> tuple[tor
     return q * angles.cos(), k * angles.cos()
 
 
+@operator("divided")
+def divided(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = qkv.clone().chunk(3, -1)
+    return q.clone(), k.clone(), v.clone()
+
+
 @operator("scaled_", "q", "k")
 def scaled_(q: torch.Tensor, k: torch.Tensor) -> None:
     q.mul_(0.5)
@@ -406,11 +412,13 @@ def test_weights_of_positions_are_not_named(recwarn):
     assert [str(warning.message) for warning in recwarn if warning.category is UserWarning] == []
 
 
-@pytest.mark.parametrize("way", ["rotated", "scaled"])
+@pytest.mark.parametrize("way", ["rotated", "divided", "scaled"])
 def test_operators_before_observed_attention_are_not_named(way, recwarn):
     def prepared(q, k, v):
         if way == "rotated":
             q, k = rotated(q, k, torch.arange(LENGTH)[:, None] * 1.0)
+        elif way == "divided":
+            q, k, v = divided(torch.cat([q, k, v], -1))
         else:
             q, k = q.clone(), k.clone()
             scaled_(q, k)

@@ -31,11 +31,17 @@ def report_fused(call: FunctionCall, result: Any, module_calls: list[ModuleCall]
         if sum(_may_be_heads(argument) for argument in (*call.args, *call.kwargs.values())) >= 3:
             reason = f"attention of these modules by {name} cannot be read; call scaled_dot_product_attention"
             report_unreadable(module_calls, reason)
-    elif isinstance(call.function, OPERATORS) and _may_attend(call, result):
+    elif _is_of_other_library(call.function) and _may_attend(call, result):
         name = operator_name(call.function)
-        report_unreadable(
-            module_calls, f"these modules call the operator {name}, which may be attention and is not read"
-        )
+        reason = f"these modules call the operator {name}, which may be attention and is not read"
+        report_unreadable(module_calls, reason)
+
+
+@cache
+def _is_of_other_library(function: Any) -> bool:
+    """Return True if a function is an operator under `torch.ops` that is not one of torch itself."""
+    own = ("aten::", "prim::", "prims::")
+    return isinstance(function, OPERATORS) and not operator_name(function).startswith(own)
 
 
 def _may_attend(call: FunctionCall, result: Any) -> bool:
@@ -45,13 +51,15 @@ def _may_attend(call: FunctionCall, result: Any) -> bool:
 
     To test this, the operator is called again, unless it changes its arguments.
     """
-    if operator_name(call.function).startswith(("aten::", "prim::", "prims::")) or has_no_numbers():
+    if has_no_numbers():
         return False
     tensors = list({id(each): each for each in call.tensors if _may_be_heads(each) and not is_parameter(each)}.values())
     activations = [each for each in tensors if has_usual_values(each) and is_projected(each)]
     out = _first(result)
-    if len(activations) < 3:  # one of them may have queries, keys and values
-        return isinstance(out, Tensor) and any(each.numel() == 3 * out.numel() for each in activations)
+    if len(activations) < 3:  # one of them may have queries, keys and values, unless the operator returns them
+        are_parts = result is not out and any(each.shape == out.shape for each in result[1:])
+        is_third = isinstance(out, Tensor) and any(each.numel() == 3 * out.numel() for each in activations)
+        return is_third and not are_parts
     if not isinstance(out, Tensor):
         return True  # it may write into one of its arguments
     if out.ndim != activations[0].ndim or out.shape[:-1] != activations[0].shape[:-1]:

@@ -130,8 +130,10 @@ def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, in
     A number for each row that is added to the sum is the exponential of a further score, without a value. The sum of a
     row of weights is then less than 1.
     """
-    followed = call_stack.attention.scores.get(result) if isinstance(result, Tensor) else None
-    if followed is None or followed.exponents is None or call.function not in _NORMALISATIONS:
+    if call.function not in _NORMALISATIONS or not isinstance(result, Tensor):
+        return None
+    followed: _Scores | None = call_stack.attention.scores.get(result)
+    if followed is None or followed.exponents is None:
         return None
     exponents, tolerance = followed.exponents, torch.finfo(result.dtype).eps ** 0.5
     if has_no_numbers() or not has_usual_values(result) or exponents.shape != result.shape:

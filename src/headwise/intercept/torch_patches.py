@@ -63,8 +63,8 @@ class TorchCalls(TorchFunctionMode):
         call = before_function(FunctionCall(func, args, kwargs))
         if func is TORCH_ATTENTION:
             return _torch_attention(*call.args, **call.kwargs)
-        is_operator = isinstance(operator, OPERATORS)
-        result = operator(*call.args, **call.kwargs) if is_operator else call.run()
+        is_renamed = func is not operator and isinstance(operator, OPERATORS)
+        result = operator(*call.args, **call.kwargs) if is_renamed else call.run()
         after_function(call, result)
         call = contracted(call, result)
         result = _recorded(call, result)

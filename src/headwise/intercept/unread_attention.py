@@ -90,7 +90,7 @@ def report_new_tensors(call: FunctionCall, result: Any) -> None:
     """
     owner = _owner()
     if owner.projected:
-        report_new(owner, [*call.tensors, *([result] if call.function in _CONVERSIONS else ())])
+        report_new(owner, [*call.tensors, result] if call.function in _CONVERSIONS else call.tensors)
     if call.function in _MAPS and isinstance(result, Tensor) and _is_computed(call.tensors[0]):
         owner.projected.append(result.numel())
 
@@ -113,8 +113,10 @@ def report_new(owner: ModuleCall, tensors: list[Any]) -> None:
 
 def _owner() -> ModuleCall:
     """Return the innermost running call of a module that contains other modules; it computes with their projections."""
-    calls = call_stack.module_calls
-    return next((call for call in reversed(calls) if call.module._modules), calls[-1])
+    for call in reversed(call_stack.module_calls):
+        if call.module._modules:
+            return call
+    return call_stack.module_calls[-1]
 
 
 def _is_computed(tensor: Tensor) -> bool:
