@@ -64,10 +64,11 @@ def unshifted(scores: Scores) -> Scores | None:
     every row is 0, or the log-sum-exp of every row: the model has then subtracted the maximum or the log-sum-exp by
     hand, and the original scores are unknown.
     """
-    is_shifted = scores.numel() > 0 and (
-        bool((scores.amax(-1) == 0).all())
-        or bool((scores.logsumexp(-1).abs() <= torch.finfo(scores.dtype).eps ** 0.5).all())
-    )
+    largest = scores.amax(-1) if scores.numel() else None
+    if largest is None or not bool((largest <= 0).all()):
+        return scores
+    tolerance = torch.finfo(scores.dtype).eps ** 0.5
+    is_shifted = bool((largest == 0).all()) or bool((scores.logsumexp(-1).abs() <= tolerance).all())
     return None if is_shifted else scores
 
 
