@@ -146,6 +146,12 @@ def average_of_products(q, k, v):
     return ((q @ k.mT).softmax(-1)[..., None] * v[:, :, None]).mean(-2) * LENGTH
 
 
+def changed_product(q, k, v):
+    product = q[:, :, :, None] * k[:, :, None]
+    product.masked_fill_(torch.ones(LENGTH, LENGTH).triu(1)[..., None] > 0, -9.0)
+    return product.sum(-1).softmax(-1) @ v
+
+
 def grouped_convolution(q, k, v):
     weights, groups = (q @ k.mT).softmax(-1), len(q) * HEADS
     out = F.conv1d(v.reshape(1, groups * LENGTH, -1), weights.view(groups * LENGTH, LENGTH, 1), groups=groups)
@@ -159,7 +165,7 @@ def product_of_sums(q, k, v):
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
-        *((way, NORMALISED) for way in NORMALISING),
+        *((way, NORMALISED) for way in (*NORMALISING, changed_product)),
         *((way, NOT_NORMALISED) for way in NOT_NORMALISING),
         *((way, NOT_FOLLOWED) for way in NOT_FOLLOWING),
         *((way, NOT_SEEN) for way in (average_of_products, grouped_convolution, product_of_sums)),

@@ -23,6 +23,7 @@ from headwise.intercept.contractions import (
     is_parameter,
 )
 from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.in_place_changes import version_of
 from headwise.intercept.origin import Origin
 from headwise.intercept.softmax_weights import COPIES
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
@@ -93,7 +94,7 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
                 origins = [lineage.origin(operand, module_calls) for operand in contraction.operands]
                 factors = origins[0], origins[1]
             axes = axes_of(result.shape)
-            scores = _Scores(axes, frozenset(tokens), tokens, is_masked, _version(result), factors)
+            scores = _Scores(axes, frozenset(tokens), tokens, is_masked, version_of(result), factors)
             call_stack.attention.scores.set(result, scores)
             return
     for tensor in call.tensors if call_stack.attention.scores else ():
@@ -106,7 +107,7 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
             scores = followed._replace(
                 axes=axes,
                 may_be_masked=is_masked,
-                version=_version(other),
+                version=version_of(other),
                 exponents=exponents if other.shape == tensor.shape else None,
             )
             call_stack.attention.scores.set(other, scores)
@@ -158,13 +159,6 @@ def _divides_rows(call: FunctionCall, sums: Tensor) -> bool:
     return is_division and isinstance(divisor, Tensor) and divisor.shape == sums.shape
 
 
-def _version(tensor: Tensor) -> int | None:
-    """Return torch's count of the in-place changes of a tensor. Return None for tensors made in inference mode, which
-    have no count.
-    """
-    return None if tensor.is_inference() else tensor._version
-
-
 def may_be_masked(scores: Tensor) -> bool:
     """Return False if `scores` are known to contain no mask, since products of activations were only scaled and
     rearranged. A large negative number is then a score, not a hidden key.
@@ -172,7 +166,7 @@ def may_be_masked(scores: Tensor) -> bool:
     followed: _Scores | None = call_stack.attention.scores.get(scores)
     if followed is None or followed.may_be_masked or followed.version is None:
         return True
-    return followed.version != _version(scores)
+    return followed.version != version_of(scores)
 
 
 def compares_activations(scores: Tensor, dim: int) -> bool:
