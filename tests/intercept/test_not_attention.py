@@ -83,6 +83,19 @@ class StackedHeads(Mixer):
         return torch.stack(heads, 2).flatten(2)
 
 
+class HeadsInABuffer(Mixer):
+    def mixed(self, q, k, v):
+        out = torch.zeros_like(q)
+        for head in range(HEADS):
+            out[:, head] = F.scaled_dot_product_attention(q[:, head], k[:, head], v[:, head])
+        return out.transpose(1, 2).flatten(2)
+
+
+class HeadsByPosition(Mixer):
+    def mixed(self, q, k, v):
+        return ((q @ k.mT).softmax(-1) @ v).reshape(len(q), -1, WIDTH)
+
+
 class AnotherNumberOfHeads(Mixer):
     num_heads = 7
 
@@ -99,7 +112,9 @@ REASONS = {
     SignedAttention: NOT_AVERAGES,
     DifferenceOfWeightsAttention: NOT_SEEN,
     HeadsOneByOne: re.escape(HEADS_SEPARATE),
-    StackedHeads: HEADS_UNKNOWN,
+    StackedHeads: re.escape(HEADS_SEPARATE),
+    HeadsInABuffer: re.escape(HEADS_SEPARATE),
+    HeadsByPosition: HEADS_UNKNOWN,
     AnotherNumberOfHeads: HEADS_CONTRADICT,
 }
 

@@ -162,6 +162,11 @@ class AttentionOutput:
         is_other = is_module and self.weights_id is not other.weights_id
         return is_other and not is_projected and self.is_of_layer(other)
 
+    def is_other_call_of(self, other: "AttentionOutput") -> bool:
+        """Return True if one call of a module computes this output and `other` in two attention calls of one layer."""
+        is_module = self.module_calls[-1] is other.module_calls[-1]
+        return is_module and self.weights_id is not other.weights_id and self.is_of_layer(other)
+
     def is_of_layer(self, other: "AttentionOutput") -> bool:
         """Return True if the same projection weights compute the queries of this attention output and of `other`."""
         q, others = self.origins.q.maps, other.origins.q.maps

@@ -250,7 +250,8 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
     elif output.is_established and is_joined(followed, features):
         return  # the function that joined it with other features has shown the layout
     elif may_contain_heads(followed, features):
-        output.refuse(HEADS_UNKNOWN)
+        others = [each for each in call_stack.attention.pending if each is not output]
+        output.refuse(HEADS_SEPARATE if any(map(output.is_other_call_of, others)) else HEADS_UNKNOWN)
     else:
         output.refuse(NOT_OVER_KEYS if output.axes.queries else NO_QUERIES)
 
