@@ -25,9 +25,11 @@ def contracted(call: FunctionCall, result: Any) -> FunctionCall:
     if call.function in _MULTIPLICATIONS:
         is_product = len(call.tensors) == 2 and isinstance(result, Tensor) and not any(map(is_parameter, call.tensors))
         if is_product and any(_is_broadcast(factor, result) for factor in call.tensors):
-            versions = version_of(result), TensorVersions(call.tensors)
-            call_stack.attention.factors.set(result, (tuple(call.tensors), *versions))
+            record = tuple(call.tensors), version_of(result), TensorVersions(call.tensors)
+            call_stack.attention.factors.set(result, record)
     elif call.function in _SUMS and call.tensors and call_stack.attention.factors:
+        factors: tuple[Tensor, Tensor] | None
+        versions: TensorVersions | None
         factors, version, versions = call_stack.attention.factors.get(call.tensors[0]) or (None, None, None)
         arguments = dict(zip(("input", "dim", "keepdim"), call.args, strict=False)) | call.kwargs
         dims = arguments.get("dim", arguments.get("axis"))
