@@ -118,6 +118,13 @@ def dispatcher_truth(model: nn.Module) -> Iterator[Record]:
     recorder.finish()
 
 
+def _are_weights(result: Tensor) -> bool:
+    """Return whether exponentials are a softmax over the last axis, as those of scores minus their log-sum-exp."""
+    if result.dim() < 3 or not result.numel() or not result.is_floating_point():
+        return False
+    return bool(((result.sum(-1) - 1).abs() <= torch.finfo(result.dtype).eps ** 0.5).all())
+
+
 class Recorder(TorchDispatchMode):
     """Dispatch mode that fills a `Record`."""
 
@@ -137,6 +144,8 @@ class Recorder(TorchDispatchMode):
         self._graph.add(EXCHANGE if is_exchange else name, tensors_in((args, kwargs)), tensors_in(result))
         if name in SOFTMAX:
             self._on_softmax(args[0], result, args[1])
+        elif name == "exp" and _are_weights(result):
+            self._on_softmax(args[0], result, -1)
         elif any(part in name for part in FUSED):
             self.record.fused.append((self._path, name))
         elif self._tags.any((args, kwargs)):

@@ -71,8 +71,9 @@ def judge(built: Built, case: Case, *, budget: float, gates: int = 3) -> Verdict
         gates: number of heads to gate at most.
     """
     verdict, model = Verdict(), built.model
-    plain, of_batch = attention_of(model, case.call)
-    runs = [attention_of(model, call)[1] for call in case.alone] or [of_batch]
+    same = model if built.same is None else built.same
+    plain, of_batch = attention_of(same, case.call)
+    runs = [attention_of(same, call)[1] for call in case.alone] or [of_batch]
     rows, output = _watched(model, case.call, verdict)
     if rows is None:
         expected = [attention for attention in of_batch if attention.is_scored]
@@ -98,7 +99,7 @@ def judge(built: Built, case: Case, *, budget: float, gates: int = 3) -> Verdict
             else:
                 verdict.outcome = min(verdict.outcome, "partly", key=OUTCOMES.index)
     if not case.alone and gates:
-        _judge_gates(model, case.call, matched, plain.output, gates, verdict)
+        _judge_gates(model, same, case.call, matched, plain.output, gates, verdict)
     return verdict
 
 
@@ -183,8 +184,12 @@ def _judge_head(
         verdict.add("wrong", f"{label}: {name} is {measured[name]:.5f}, but there are no such positions")
 
 
-def _judge_gates(model: nn.Module, call: Call, matched: Matched, plain: Any, count: int, verdict: Verdict) -> None:
-    """Gate some heads to 0, and compare the output of the model with that of zeroed columns."""
+def _judge_gates(
+    model: nn.Module, same: nn.Module, call: Call, matched: Matched, plain: Any, count: int, verdict: Verdict
+) -> None:
+    """Gate some heads to 0, and compare the output of the model with that of zeroed columns of `same`, the model from
+    which the truth is derived.
+    """
     heads = [
         (path, row["head"])
         for (path, _), (rows, site) in matched.items()
@@ -199,7 +204,7 @@ def _judge_gates(model: nn.Module, call: Call, matched: Matched, plain: Any, cou
                 for attention in other.attentions:
                     for name, replacements in attention.gate[head].items() if head < len(attention.gate) else ():
                         silenced[name].update(replacements)
-        expected = record(model, call, **silenced).output
+        expected = record(same, call, **silenced).output
         torch.manual_seed(0)
         try:
             with torch.no_grad(), warnings.catch_warnings(), hw.gate(model, {(path, head): 0.0}):

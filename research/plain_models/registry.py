@@ -34,12 +34,15 @@ class Built:
         cross: parts of the paths of modules that compute cross-attention, where the truth cannot see it because queries
             and keys have the same length.
         not_attention: parts of the paths of modules in which a softmax is not attention over keys.
+        same: model with the same parameters that computes the same by a softmax of torch and products of matrices. The
+            truth is derived from it, since it does not see other forms of attention. By default it is `model`.
     """
 
     model: nn.Module
     cases: tuple[Case, ...]
     cross: tuple[str, ...] = ()
     not_attention: tuple[str, ...] = ()
+    same: nn.Module | None = None
 
 
 @dataclass(frozen=True)

@@ -696,7 +696,7 @@ def test_a_module_in_which_not_all_attention_can_be_gated_is_an_error():
         num_heads = 3
 
         def forward(self, x):
-            points = ((x @ x.mT).softmax(-1)[..., None] * x[:, :, None]).sum(-2)  # not a product of matrices
+            points = ((x @ x.mT).softmax(-1)[..., None] * x[:, :, None]).mean(-2)  # not a product of matrices
             return points + (x @ x.mT).softmax(-1) @ x
 
     model = nn.Sequential(Attention())

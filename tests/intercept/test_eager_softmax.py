@@ -65,14 +65,17 @@ class Attention(nn.Module):
         elif self.way == "a module":
             weights = self.softmax(scores)
             out = weights @ v
-        else:  # points: no product over keys
+        elif self.way == "a product and a sum":
             weights = torch.softmax(scores, -1)
             out = (weights[..., None] * v[:, :, None]).sum(-2)
+        else:  # points: no product over keys
+            weights = torch.softmax(scores, -1)
+            out = (weights[..., None] * v[:, :, None]).mean(-2)
         self.weights, self.out = weights.view(scores.shape), out
         return out.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("way", ["one axis of batch and heads", "einsum", "a module"])
+@pytest.mark.parametrize("way", ["one axis of batch and heads", "einsum", "a module", "a product and a sum"])
 def test_softmax_and_product_are_followed_however_they_are_written(way):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(24, 24), Attention(way)), torch.randn(2, 7, 24)
@@ -139,7 +142,7 @@ def test_an_unreadable_softmax_is_named_next_to_a_readable_one():
         num_heads = 3
 
         def forward(self, x):
-            points = ((x @ x.mT).softmax(-1)[..., None] * x[:, :, None]).sum(-2)  # not a product of matrices
+            points = ((x @ x.mT).softmax(-1)[..., None] * x[:, :, None]).mean(-2)  # not a product of matrices
             return points + (x @ x.mT).softmax(-1) @ x
 
     model = nn.Sequential()

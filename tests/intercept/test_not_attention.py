@@ -83,6 +83,19 @@ class StackedHeads(Mixer):
         return torch.stack(heads, 2).flatten(2)
 
 
+class HeadsInABuffer(Mixer):
+    def mixed(self, q, k, v):
+        out = torch.zeros_like(q)
+        for head in range(HEADS):
+            out[:, head] = F.scaled_dot_product_attention(q[:, head], k[:, head], v[:, head])
+        return out.transpose(1, 2).flatten(2)
+
+
+class HeadsByPosition(Mixer):
+    def mixed(self, q, k, v):
+        return ((q @ k.mT).softmax(-1) @ v).reshape(len(q), -1, WIDTH)
+
+
 class AnotherNumberOfHeads(Mixer):
     num_heads = 7
 
@@ -99,7 +112,9 @@ REASONS = {
     SignedAttention: NOT_AVERAGES,
     DifferenceOfWeightsAttention: NOT_SEEN,
     HeadsOneByOne: re.escape(HEADS_SEPARATE),
-    StackedHeads: HEADS_UNKNOWN,
+    StackedHeads: re.escape(HEADS_SEPARATE),
+    HeadsInABuffer: re.escape(HEADS_SEPARATE),
+    HeadsByPosition: HEADS_UNKNOWN,
     AnotherNumberOfHeads: HEADS_CONTRADICT,
 }
 
@@ -122,17 +137,19 @@ def test_a_module_is_named_in_place_of_a_wrong_report(kind):
         model(x)
 
 
+class Router(nn.Module):
+    """Experts that are averaged, by weights of a linear map of each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 7), nn.Linear(WIDTH, 7 * WIDTH)
+
+    def forward(self, x):
+        return torch.einsum("bne,bned->bnd", self.gate(x).softmax(-1), self.experts(x).unflatten(-1, (7, WIDTH)))
+
+
 @torch.no_grad()
-def test_routers_and_pools_without_products_of_activations_are_neither_reported_nor_named(recwarn):
-    class Router(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.score, self.experts = nn.Linear(WIDTH, 7), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 7 * WIDTH)
-
-        def forward(self, x):
-            mixed = torch.einsum("bne,bned->bnd", self.gate(x).softmax(-1), self.experts(x).unflatten(-1, (7, WIDTH)))
-            return mixed + self.score(x).softmax(1).mT @ x
-
+def test_routers_are_neither_reported_nor_named(recwarn):
     model = nn.Sequential(Seen(), Router(), Seen())
     with hw.watch(model) as heads:
         model(torch.randn(2, LENGTH, WIDTH))

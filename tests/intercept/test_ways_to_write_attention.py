@@ -71,9 +71,10 @@ class Attention(nn.Module):
     def forward(self, x):
         q, k, v = map(split, self.qkv(x).chunk(3, -1))
         one = slice(1) if self.way in SHARED else slice(None)
-        weights = torch.einsum("bhqd,bhkd->bhqk", q, k[:, one].expand_as(k)).exp()
-        self.weights = weights / weights.sum(-1, keepdim=True)
-        self.outputs = torch.einsum("bhqk,bhkd->bhqd", self.weights, v[:, one].expand_as(v))
+        with torch._C.DisableTorchFunction():  # otherwise it would be attention that is not used
+            weights = torch.einsum("bhqd,bhkd->bhqk", q, k[:, one].expand_as(k)).exp()
+            self.weights = weights / weights.sum(-1, keepdim=True)
+            self.outputs = torch.einsum("bhqk,bhkd->bhqd", self.weights, v[:, one].expand_as(v))
         out, weight = self.way(q, k, v), self.out_proj.weight
         if self.projection == "einsum":
             return torch.einsum("bqhd,ohd->bqo", out.unflatten(-1, (HEADS, -1)), weight.unflatten(1, (HEADS, -1)))

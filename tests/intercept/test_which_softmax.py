@@ -160,9 +160,10 @@ class Pooling(nn.Module):
         return self.score(x).softmax(1).mT @ x
 
 
-def test_pooling_by_a_linear_score_is_not_reported():
+def test_pooling_by_a_linear_score_is_named():
     model = Pooling()
-    with hw.watch(model) as heads:
+    sentence = "^these modules multiply weights that are normalised over an axis .*: Pooling$"
+    with pytest.warns(UserWarning, match=sentence), hw.watch(model) as heads:
         model(torch.randn(2, 7, WIDTH))
     assert {row["module"] for row in heads.rows()} == {"block"}
 

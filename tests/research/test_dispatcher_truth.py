@@ -78,10 +78,15 @@ def with_dropped_sink(q, k, v):
     return scores.softmax(-1)[..., :-1] @ v
 
 
+def exponential_minus_logsumexp(q, k, v):
+    scores = q @ k.mT / math.sqrt(HEAD_DIM)
+    return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ v
+
+
 CORES = [plain, fused, heads_in_batch, batch_in_heads, heads_third, keys_first, summed, in_two_products]
 
 
-@pytest.mark.parametrize("core", [*CORES, with_dropped_sink, filled_and_activated])
+@pytest.mark.parametrize("core", [*CORES, with_dropped_sink, filled_and_activated, exponential_minus_logsumexp])
 def test_weights_outputs_and_columns_equal_the_formula(core):
     torch.manual_seed(0)
     model, x = double_copy(Attention(core)), torch.randn(BATCH, LENGTH, WIDTH).double()

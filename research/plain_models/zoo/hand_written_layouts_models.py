@@ -1,6 +1,7 @@
 """Attention as people write it by hand: every layout of heads, and what has gone wrong in measurements before."""
 
 from collections.abc import Callable
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -179,10 +180,16 @@ def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return merge(scores.softmax(-1) @ v)
 
 
+def by_matrices(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same as the two functions below, by torch's softmax and a product of matrices."""
+    q, k, v = split(q), split(k), split(v)
+    return merge(softmax_of(q, k) @ v)
+
+
 def manual_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Exponentials divided by their sum."""
     q, k, v = split(q), split(k), split(v)
-    weights = (q @ k.mT).exp()
+    weights = (q @ k.mT / DIM**0.5).exp()
     return merge(weights / weights.sum(-1, keepdim=True) @ v)
 
 
@@ -207,7 +214,11 @@ def _layout(mix: Callable[..., Tensor], kind: type[Block]) -> None:
         shape = (7, WIDTH) if mix is heads_first_unbatched else (2, 8, WIDTH)
         not_attention = ("",) if mix is linear else ()
         model = nn.Sequential(kind(mix), nn.LayerNorm(WIDTH), kind(mix))
-        return Built(model, (called(torch.randn(*shape)),), not_attention=not_attention)
+        same = None
+        if mix in (manual_softmax, product_and_sum):
+            same = nn.Sequential(*map(copy, model))
+            same[0].mix = same[2].mix = by_matrices
+        return Built(model, (called(torch.randn(*shape)),), not_attention=not_attention, same=same)
 
     plain_model("hand-written", "layouts", name=f"{mix.__name__}, {kind.__name__}")(build)
 

@@ -22,8 +22,10 @@
 A model's function                       is intercepted by
 `scaled_dot_product_attention`           `sdpa_calls`
 attention functions of `transformers`    `hf_calls`, where the library dispatches them
-softmax in a module called attention     `eager_softmax`: the result is taken as the weights, and their product with the
+softmax of products, under any name      `eager_softmax`: the result is taken as the weights, and their product with the
                                          values as the output
+a product that averages in another way   `unread_attention`: a warning names the module
+an operator of another library           `fused_functions`: a warning names the module if it may compute attention
 `headwise.attend`                        `call_handlers.answer_intercepted`, by `attend`'s hook
 
 `handlers_of_call` in `call_handlers.py` passes each call to the interceptors: the one of `watch`, a gate, a survey.

@@ -81,7 +81,8 @@ def _is_cross(query: Origin, key: Origin, value: Origin, lineage: Lineage) -> bo
     if not q or not k:
         return None
     if not q & k:  # tensors that neither the model received nor a known function computed may have one source
-        return True if query.projected or not (q | k) & ~lineage.given else None
+        is_learned = not q & ~lineage.state
+        return True if query.projected or is_learned or not (q | k) & ~lineage.given else None
     is_shared = bool(key.maps) and (key.maps, k) in lineage.self_attention_keys
     is_shared = is_shared or attends_to_earlier_calls(query, key, lineage)
     mixed = (q ^ k) & lineage.mixing & ~lineage.outside

@@ -87,6 +87,8 @@ class AttentionOutput:
         self._changed: Tensor | None = None
         for innermost in innermost_calls(module_calls) if source is not None else ():
             number_layer(innermost, origins)
+        for module_call in module_calls:
+            module_call.projected.clear()
         self._change = object()  # stands for the change in records that must not keep this object in memory
 
     def establish(self, layout: HeadLayout, *, may_hide_heads: bool = False) -> None:
@@ -164,6 +166,11 @@ class AttentionOutput:
         is_projected = self.is_projected or other.is_projected
         is_other = is_module and self.weights_id is not other.weights_id
         return is_other and not is_projected and self.is_of_layer(other)
+
+    def is_other_call_of(self, other: "AttentionOutput") -> bool:
+        """Return True if one call of a module computes this output and `other` in two attention calls of one layer."""
+        is_module = self.module_calls[-1] is other.module_calls[-1]
+        return is_module and self.weights_id is not other.weights_id and self.is_of_layer(other)
 
     def is_of_layer(self, other: "AttentionOutput") -> bool:
         """Return True if the same projection weights compute the queries of this attention output and of `other`."""

@@ -266,6 +266,8 @@ def handlers_of_call(
     for module_call in _innermost_of_each_interceptor(module_calls):
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
+        for other in nested:
+            other.projected.clear()
         if planned is None:
             site = site_of_call(module_call, grid, origins)
             if step is not None:

@@ -19,7 +19,14 @@ ADDED_PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
 CONVOLUTIONS: frozenset[Callable[..., Any]] = frozenset(
     {F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
 )
-PRODUCTS = MATMULS | ADDED_PRODUCTS | CONVOLUTIONS | {Tensor.__rmatmul__, F.linear, torch.einsum}
+
+
+def multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """Return the sum of the product of two tensors over the axes `dims`, as models write it by `*` and `sum`."""
+    return (left * right).sum(tuple(dims), keepdim=keepdim)
+
+
+PRODUCTS = MATMULS | ADDED_PRODUCTS | CONVOLUTIONS | {Tensor.__rmatmul__, F.linear, torch.einsum, multiplied_and_summed}
 """Functions that sum products of two or more tensors over an axis."""
 
 Label = str | int
@@ -60,6 +67,8 @@ def contraction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: di
     """
     if function is torch.einsum:
         return _einsum(*args)
+    if function is multiplied_and_summed:
+        return _multiplied_and_summed(*args)
     operands = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     if function is F.linear and len(operands) > 1:
         x, weight = operands[:2]
@@ -96,6 +105,26 @@ def _matmul(left: Tensor, right: Tensor) -> Contraction | None:
     columns: tuple[Label, ...] = ("right",) if right.ndim > 1 else ()
     labels = (*batch(left), *rows, "summed"), (*batch(right), "summed", *columns)
     return Contraction((left, right), labels, (*range(rank), *rows, *columns))
+
+
+def _multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], keepdim: bool) -> Contraction:
+    """Return the product that `multiplied_and_summed` computes, with labelled axes. Axes that are expanded have no
+    label, like those of size 1.
+    """
+    rank = max(left.ndim, right.ndim)
+    summed = {dim % rank for dim in dims}
+
+    def labels(tensor: Tensor) -> tuple[Label | None, ...]:
+        first = rank - tensor.ndim
+        axes = zip(tensor.shape, tensor.stride(), strict=True)
+        return tuple(first + axis if size > 1 and stride else None for axis, (size, stride) in enumerate(axes))
+
+    result: list[Label] = [f"kept {axis}" if axis in summed else axis for axis in range(rank)]
+    return Contraction(
+        (left, right),
+        (labels(left), labels(right)),
+        tuple(label for axis, label in enumerate(result) if keepdim or axis not in summed),
+    )
 
 
 def _einsum(equation: Any, *arguments: Any) -> Contraction | None:

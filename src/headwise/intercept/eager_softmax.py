@@ -27,7 +27,12 @@ from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.refusals import NOT_AVERAGES, NOT_OVER_KEYS, NOT_SEEN, WEIGHTS_IN_PARTS
-from headwise.intercept.score_products import compares_activations, may_be_masked, tokens_of_scores
+from headwise.intercept.score_products import (
+    compares_activations,
+    may_be_masked,
+    tokens_of_scores,
+    with_learned_query,
+)
 from headwise.intercept.scores_behind_weights import unshifted
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
 from headwise.intercept.softmax_weights import (
@@ -46,14 +51,22 @@ from headwise.shapes import Float
 SOFTMAX = F.softmax
 """Torch's own function, also while another one replaces it."""
 
-SOFTMAXES = frozenset({SOFTMAX, torch.softmax, Tensor.softmax, torch.special.softmax})
-"""Softmax under all its names."""
+SOFTMAXES = frozenset({SOFTMAX, torch.softmax, Tensor.softmax, torch.special.softmax, torch._softmax, F.softmin})
+"""Softmax under all its names, and that of negative scores."""
 
 WEIGHTS_USED_TWICE = "weights of these modules are multiplied with several tensors, so norms of outputs are left out"
 """Reason for statistics that are left out where one softmax has several products."""
 
 
-def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool = False) -> None:
+def on_softmax(
+    scores: Tensor,
+    result: Tensor,
+    dim: Any,
+    *,
+    is_attention: bool = False,
+    numbers: Tensor | None = None,
+    is_written: bool = False,
+) -> None:
     """Record the `result` of a softmax as possible attention weights. The weights are then followed through later
     functions until the model multiplies them with values. A softmax is ignored if its scores are not known to be a
     product of two activations and its module is not called attention.
@@ -63,6 +76,9 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
         result: its result.
         dim: axis of the softmax.
         is_attention: True if the scores are known to be products of queries and keys.
+        numbers: the scores whose softmax is `result`, if these were computed from `scores`; by default `scores`.
+        is_written: True if the model wrote the softmax as an exponential and a sum. It is then ignored if the model
+            does not use it.
     """
     module_calls = call_stack.module_calls[:]
     if isinstance(module_calls[-1].module, nn.Softmax):  # the module around it attends
@@ -77,12 +93,14 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
     if call_stack.reports_unreadable(scores):
         return
     report_established()
-    origin = call_stack.origin_of_scores(scores)
+    origin = with_learned_query(scores, call_stack.origin_of_scores(scores))
     tokens = tokens_of_scores(scores, dim)
     is_masked = may_be_masked(scores)
-    softmax = Softmax(dim, result.numel(), module_calls, origin, is_comparison, tokens, is_masked)
+    softmax = Softmax(
+        dim, result.numel(), module_calls, origin, is_comparison, tokens, is_masked, is_written=is_written
+    )
     call_stack.attention.softmaxes.append(softmax)
-    detached = scores.detach()
+    detached = (scores if numbers is None else numbers).detach()
     record_weights(result, Weights(softmax, axes_of(result.shape), lambda: detached))
 
 
@@ -106,7 +124,7 @@ def on_module_end(module_call: ModuleCall) -> None:
         call_stack.attention.softmaxes.remove(softmax)
         softmax.has_ended = True
         softmax.outputs.clear()
-        if not softmax.products and (softmax.is_used or module_call.is_attention):
+        if not softmax.products and (softmax.is_used or (module_call.is_attention and not softmax.is_written)):
             report_unreadable(softmax.module_calls, NOT_SEEN)
 
 
@@ -226,6 +244,8 @@ class _Product(AttentionSource):
             return None
         other = 0 if contraction.operands[1] is tensor else 1
         values, value_axes = contraction.operands[other], contraction.labels[other]
+        if not {labels[axis] for axis in key_axes} <= set(value_axes):  # a sum of weights alone
+            return None
         origins = call_stack.origins_of_product(weights.softmax.origin, values)
         if weights.softmax.tokens is not None:
             tokens_of_values = call_stack.lineage.tokens.along(contraction, values, labels[key_axes[-1]])

@@ -11,6 +11,7 @@ class FollowedAttention:
 
     Attributes:
         scores: products of queries and keys, and what was computed from them (`score_products`).
+        factors: broadcast products of two tensors, with the two (`broadcast_products`).
         weights: results of softmax, and what was computed from them (`softmax_weights`).
         softmaxes: softmaxes whose innermost module still runs (`eager_softmax`).
         outputs: attention outputs, and what was computed from them (`output_tracking`).
@@ -22,6 +23,7 @@ class FollowedAttention:
 
     def __init__(self) -> None:
         self.scores: TensorMap[Any] = TensorMap()
+        self.factors: TensorMap[Any] = TensorMap()
         self.weights: TensorMap[Any] = TensorMap()
         self.softmaxes: list[Any] = []
         self.outputs: TensorMap[Any] = TensorMap()

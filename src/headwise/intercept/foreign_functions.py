@@ -1,13 +1,14 @@
 """Functions that other libraries put in the place of torch's: they are called while a model is intercepted, too."""
 
 from collections.abc import Callable
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from headwise.checks import has_own_class
 
@@ -79,13 +80,44 @@ def is_sdpa_foreign() -> bool:
     return is_foreign(F.scaled_dot_product_attention, SDPA)
 
 
+OPERATORS = OpOverload, OpOverloadPacket
+"""Classes of operators under `torch.ops`: those of torch itself (`torch.ops.aten`), and those of other libraries."""
+
+_OTHER_NAMES = {"_unsafe_view": "view", "_to_copy": "to"}
+
+
+def operator_name(operator: Any) -> str:
+    """Return the name of an operator with its library, such as "aten::softmax"."""
+    packet = operator.overloadpacket if isinstance(operator, OpOverload) else operator
+    name: str = packet._qualified_op_name
+    return name
+
+
+@cache
+def _of_operator(operator: Any) -> Callable[..., Any]:
+    """Return the function of torch that computes the same as an operator under `torch.ops.aten`, with the same
+    arguments. Return the operator itself if there is none.
+    """
+    library, _, name = operator_name(operator).partition("::")
+    if library == "aten":
+        for owner in (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase):
+            function = getattr(owner, _OTHER_NAMES.get(name, name), None)
+            if function is not None and not isinstance(function, FunctionType):
+                return cast("Callable[..., Any]", function)
+        if name in ("einsum", "split"):
+            return cast("Callable[..., Any]", getattr(torch, name))
+    return cast("Callable[..., Any]", operator)
+
+
 def torchs_own(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the original torch function if `function` replaces one under its public name. Otherwise return `function`
-    itself.
+    itself. For an operator such as `torch.ops.aten.softmax`, return the function that computes the same.
 
     Functions of torch that are written in Python pass to a torch function mode what is found under their own name, in
     place of themselves. The mode must not call a replacement again, from which they were called.
     """
+    if isinstance(function, OPERATORS):
+        return _of_operator(function)
     if not isinstance(function, FunctionType | InterceptedFunction) or function in _ALL_OWN_FUNCTIONS:
         return function
     for owner, functions in _OWN_FUNCTIONS.items():

@@ -5,6 +5,13 @@ from collections.abc import Iterable
 from torch import Tensor
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """Return torch's count of the in-place changes of a tensor. Return None for tensors made in inference mode, which
+    have no count.
+    """
+    return None if tensor.is_inference() else tensor._version
+
+
 class TensorVersions:
     """Version counters of some tensors, stored when this object is created. Torch increments a tensor's counter at each
     in-place change, except in inference mode.

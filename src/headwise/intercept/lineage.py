@@ -136,6 +136,17 @@ class Lineage:
         self.set(tensor, Origin(joined=bit))
         return Origin(joined=bit)
 
+    def is_known(self, tensor: Tensor) -> bool:
+        """Return True if the origin (sources) of a tensor is recorded in this call of the model."""
+        return self._origins.get(tensor) is not None
+
+    def is_new(self, tensor: Tensor, module_calls: Sequence[ModuleCall]) -> bool:
+        """Return True if a tensor is none that a recorded function has computed, in this call of the model or the one
+        before, and no parameter or buffer of a running module.
+        """
+        is_known = self.is_known(tensor) or self._origins_before.get(tensor) is not None
+        return not is_known and not isinstance(tensor, nn.Parameter) and _name_in(module_calls, tensor) is None
+
     def set(self, tensor: Tensor, origin: Origin) -> None:
         """Store the origin (sources) of a tensor. The entry disappears when the tensor no longer exists."""
         self._origins.set(tensor, origin)

@@ -31,6 +31,8 @@ class ModuleCall:
         call_counts: number of attention calls so far inside this call, by site.
         recording: record from which a plan is made for later calls of the model; None if none is made.
         attention_before: number of attention calls of the module in earlier calls of it, in one call of the model.
+        projected: numbers of elements of the linear maps that the module has computed so far, or since it attended, if
+            it contains other modules.
     """
 
     interceptor: Interceptor
@@ -42,6 +44,7 @@ class ModuleCall:
     call_counts: Counter[SiteKey] = field(default_factory=Counter)
     recording: Recording | None = None
     attention_before: int = 0
+    projected: list[int] = field(default_factory=list)
 
     def count_call(self, site: SiteKey) -> int:
         """Count one attention call at `site` (attention module, self or cross) inside this module call. Return the

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headwise.intercept import eager_softmax, output_tracking
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.function_call import tensors_among
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall, report_unreadable
 from headwise.intercept.plans import OTHER_WAY, Following, PlanKey, Recording
@@ -18,6 +19,7 @@ from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
 from headwise.intercept.torch_patches import PlannedCalls, TorchCalls
 from headwise.intercept.uncopied_hooks import UncopiedHooks
+from headwise.intercept.unread_attention import report_new
 
 
 class ModuleHooks(UncopiedHooks):
@@ -94,6 +96,8 @@ class ModuleHooks(UncopiedHooks):
         innermost = call_stack.module_calls[-1] if call_stack.module_calls and not self.is_copy else None
         if innermost is not None and innermost.module is module and innermost.interceptor is self._interceptor:
             if call_stack.following is None:
+                if innermost.projected:
+                    report_new(innermost, tensors_among((output,)))
                 call_stack.lineage.record_module(innermost.arguments.values(), output, call_stack.module_calls)
             if not call_stack.is_recomputing:
                 with call_stack.paused():

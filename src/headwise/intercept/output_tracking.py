@@ -21,6 +21,7 @@ from headwise.intercept.output_step import REARRANGEMENTS, Arguments, OutputStep
 from headwise.intercept.output_use import (
     FollowedOutput,
     features_of,
+    is_joined,
     is_multiplied,
     is_part,
     layout_of,
@@ -34,6 +35,7 @@ from headwise.intercept.refusals import (
     HEADS_UNKNOWN,
     MULTIPLIED,
     NEVER_CHANGED,
+    NO_QUERIES,
     NOT_LINEAR,
     NOT_OVER_KEYS,
 )
@@ -249,10 +251,13 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
         may_hide = layout.head_count == 1 and may_hide_heads(followed, features)
         output.establish(layout, may_hide_heads=may_hide or is_part(followed, layout))
         _refuse_separate_heads(output)
+    elif output.is_established and is_joined(followed, features):
+        return  # the function that joined it with other features has shown the layout
     elif may_contain_heads(followed, features):
-        output.refuse(HEADS_UNKNOWN)
+        others = [each for each in call_stack.attention.pending if each is not output]
+        output.refuse(HEADS_SEPARATE if any(map(output.is_other_call_of, others)) else HEADS_UNKNOWN)
     else:
-        output.refuse(NOT_OVER_KEYS)
+        output.refuse(NOT_OVER_KEYS if output.axes.queries else NO_QUERIES)
 
 
 def _refuse_separate_heads(output: AttentionOutput) -> None:

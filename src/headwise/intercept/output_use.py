@@ -303,3 +303,11 @@ def may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:
     of_others = set[int]().union(*(each for axis, each in enumerate(origins) if axis not in features))
     has_queries_left = bool(of_others.intersection(output.axes.queries))
     return output.axes.value in of_features and (has_queries_left or OTHER in of_features)
+
+
+def is_joined(followed: FollowedOutput, features: list[int]) -> bool:
+    """Return True if the axes `features` of a tensor contain the values of an attention output and further features,
+    which were concatenated with them.
+    """
+    value, factors = followed.output.axes.value, [factor for axis in features for factor in followed.axes[axis]]
+    return prod(factor.size for factor in factors if factor.axis == value) > followed.output.shape[value]

@@ -15,6 +15,31 @@ HEADS_CONTRADICT = "attention of these modules is left out, since it has not the
 NOT_OVER_KEYS = "these modules compute a softmax that averages no values over keys, which is not read as attention"
 """Reason for what looks like attention, but mixes features, channels or heads."""
 
+NO_QUERIES = (
+    "attention of these modules is left out, since its output has no axis of queries, as for one query, or for queries "
+    "that have keys of their own"
+)
+"""Reason for attention in which every sequence has one query, or every query has other keys, such as neighbours."""
+
+NORMALISED = (
+    "these modules multiply weights that are normalised over an axis with another tensor and sum over this axis, in a "
+    "way that is not read as attention"
+)
+"""Reason for averages whose weights come from no softmax of products of queries and keys that is followed."""
+
+NOT_NORMALISED = (
+    "these modules multiply products of queries and keys with values without a softmax that is followed, which is not "
+    "read as attention"
+)
+"""Reason for attention by other functions than softmax, such as sigmoid, or one that is normalised after the values.
+"""
+
+NOT_FOLLOWED = (
+    "attention of these modules was not seen, but they call a function that is not followed and may compute attention, "
+    "such as a scripted one or one of another library"
+)
+"""Reason for modules in which a tensor appears that no followed function has computed, after several projections."""
+
 NOT_AVERAGES = (
     "these modules change attention weights after the softmax so that they are no averages of keys, which are left out"
 )
@@ -63,7 +88,9 @@ CHANGED_IN_PLACE = (
 )
 """Reason for attention whose tensors no longer have the numbers with which the model computed it."""
 
-REASONS_BESIDE_ATTENTION = frozenset((NOT_SEEN, NOT_OVER_KEYS, NOT_LINEAR, NEVER_CHANGED))
+REASONS_BESIDE_ATTENTION = frozenset(
+    (NOT_SEEN, NOT_OVER_KEYS, NORMALISED, NOT_NORMALISED, NOT_FOLLOWED, NOT_LINEAR, NEVER_CHANGED)
+)
 """Reasons for which a module's statistics are reported nevertheless. Either they say of no attention that it is left
 out, or they only prevent that heads are changed.
 """

@@ -14,11 +14,22 @@ from torch import Tensor
 from headwise.intercept.axes import VIEWS, Axes, axes_after, axes_of, other_axis
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
-from headwise.intercept.contractions import ADDED_PRODUCTS, PRODUCTS, contraction_of, is_parameter
+from headwise.intercept.contractions import (
+    ADDED_PRODUCTS,
+    CONVOLUTIONS,
+    PRODUCTS,
+    Contraction,
+    contraction_of,
+    is_parameter,
+)
 from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.in_place_changes import version_of
+from headwise.intercept.origin import Origin
 from headwise.intercept.softmax_weights import COPIES
+from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 
 CONCATENATIONS: frozenset[Callable[..., Any]] = frozenset({torch.cat, torch.concat, torch.concatenate})
+_LENGTHENING = CONCATENATIONS | {F.pad}
 
 
 _SCALINGS: frozenset[Callable[..., Any]] = frozenset(
@@ -28,6 +39,10 @@ _SCALINGS: frozenset[Callable[..., Any]] = frozenset(
     if hasattr(owner, name)
 )
 """Functions that multiply scores by factors."""
+
+_EXPONENTIALS: frozenset[Callable[..., Any]] = frozenset({torch.exp, Tensor.exp})
+_NORMALISATIONS = _SCALINGS | _EXPONENTIALS | {F.normalize, Tensor.div_, Tensor.__itruediv__}
+"""Functions whose result may be attention weights, if a model writes its softmax as an exponential and a sum."""
 
 _WITHOUT_MASK = _SCALINGS | VIEWS | COPIES | PRODUCTS
 """Functions of scores that hide no keys."""
@@ -43,6 +58,8 @@ class _Scores(NamedTuple):
         tokens: tokens along each of these axes; None where they are unknown.
         may_be_masked: True if a function, such as a sum with a mask, may have hidden keys by large negative numbers.
         version: number of changes of the tensor in place, as torch counts them; None if unknown.
+        factors: sources of a learned query and of the keys that it was multiplied with; None for two activations.
+        exponents: scores of which the tensor is the exponential, perhaps with factors; None if there are none.
     """
 
     axes: Axes
@@ -50,25 +67,34 @@ class _Scores(NamedTuple):
     tokens: dict[int, NumberedTokens | None]
     may_be_masked: bool
     version: int | None
+    factors: tuple[Origin, Origin] | None = None
+    exponents: Tensor | None = None
 
 
 def follow_scores(call: FunctionCall, result: Any) -> None:
     """Record the `result` of a function call as possible attention scores. It is recorded if the function multiplies
-    two activations. It is also recorded if an argument is recorded as scores and the function adds to them, scales,
-    masks or reshapes them, or mixes heads.
+    two activations, or an activation by a learned query on its left. It is also recorded if an argument is recorded as
+    scores and the function adds to them, scales, masks or reshapes them, or mixes heads.
     """
     is_map = call.function is F.linear and len(call.args) > 1 and is_parameter(call.args[1])
     if call.function in PRODUCTS and not is_map and isinstance(result, Tensor):
         contraction = contraction_of(call.function, call.args, call.kwargs)
-        if contraction is not None and not any(map(is_parameter, contraction.operands)):
+        query = contraction.operands[0] if contraction is not None and _has_learned_query(call, contraction) else None
+        if contraction is not None and (query is not None or not any(map(is_parameter, contraction.operands))):
             tokens = {
                 axis: call_stack.lineage.tokens.along(contraction, operand, label)
                 for axis, label in enumerate(contraction.result)
                 for operand, labels in zip(contraction.operands, contraction.labels, strict=True)
-                if label in labels and sum(label in each for each in contraction.labels) == 1
+                if label in labels and sum(label in each for each in contraction.labels) == 1 and operand is not query
             }
             is_masked = call.function in ADDED_PRODUCTS
-            scores = _Scores(axes_of(result.shape), frozenset(tokens), tokens, is_masked, _version(result))
+            factors = None
+            if query is not None:
+                lineage, module_calls = call_stack.lineage, call_stack.module_calls
+                origins = [lineage.origin(operand, module_calls) for operand in contraction.operands]
+                factors = origins[0], origins[1]
+            axes = axes_of(result.shape)
+            scores = _Scores(axes, frozenset(tokens), tokens, is_masked, version_of(result), factors)
             call_stack.attention.scores.set(result, scores)
             return
     for tensor in call.tensors if call_stack.attention.scores else ():
@@ -76,17 +102,61 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
         if followed is None:
             continue
         is_masked = may_be_masked(tensor) or call.function not in _WITHOUT_MASK
+        exponents = tensor.detach() if call.function in _EXPONENTIALS else followed.exponents
         for other, axes in _axes_after(call, followed, tensor, result):
-            scores = followed._replace(axes=axes, may_be_masked=is_masked, version=_version(other))
+            scores = followed._replace(
+                axes=axes,
+                may_be_masked=is_masked,
+                version=version_of(other),
+                exponents=exponents if other.shape == tensor.shape else None,
+            )
             call_stack.attention.scores.set(other, scores)
         return
 
 
-def _version(tensor: Tensor) -> int | None:
-    """Return torch's count of the in-place changes of a tensor. Return None for tensors made in inference mode, which
-    have no count.
+def _has_learned_query(call: FunctionCall, contraction: Contraction) -> bool:
+    """Return True if a product may be that of learned queries, a parameter on its left, with the keys of all tokens. A
+    linear map has its parameter on the right, or is a function of its own.
     """
-    return None if tensor.is_inference() else tensor._version
+    is_other = call.function is F.linear or call.function in ADDED_PRODUCTS or call.function in CONVOLUTIONS
+    operands = contraction.operands
+    return len(operands) == 2 and not is_other and is_parameter(operands[0]) and not is_parameter(operands[1])
+
+
+def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, int] | None:
+    """Return three values if the `result` of a function call is the softmax of scores, which the model has written as
+    an exponential, divided by its sum: the argument of the call that follows from the scores, the scores, and the axis
+    of the softmax. Return None for other results.
+
+    A number for each row that is added to the sum is the exponential of a further score, without a value. The sum of a
+    row of weights is then less than 1.
+    """
+    if call.function not in _NORMALISATIONS or not isinstance(result, Tensor):
+        return None
+    followed: _Scores | None = call_stack.attention.scores.get(result)
+    if followed is None or followed.exponents is None:
+        return None
+    exponents, tolerance = followed.exponents, torch.finfo(result.dtype).eps ** 0.5
+    if has_no_numbers() or not has_usual_values(result) or exponents.shape != result.shape:
+        return None
+    for dim in reversed(
+        [dim for dim, size in enumerate(result.shape) if size > 1 and compares_activations(result, dim)]
+    ):
+        with torch.no_grad():
+            sums = result.sum(dim, keepdim=True)
+            difference = (result - (sums * exponents.softmax(dim)).nan_to_num()).abs()  # a row may be hidden
+            is_row = _divides_rows(call, sums)
+            has_sum = (sums <= 1 + tolerance) if is_row else ((sums - 1).abs() <= tolerance)
+        if bool((((difference <= tolerance) & has_sum) | result.isnan()).all()):
+            return next(each for each in call.tensors if call_stack.attention.scores.get(each)), exponents, dim
+    return None
+
+
+def _divides_rows(call: FunctionCall, sums: Tensor) -> bool:
+    """Return True if a function call divides a tensor by a number for each row, a tensor of the shape of `sums`."""
+    divisor = call.args[1] if len(call.args) > 1 else None
+    is_division = getattr(call.function, "__name__", "") in ("div", "div_", "divide", "__truediv__", "__itruediv__")
+    return is_division and isinstance(divisor, Tensor) and divisor.shape == sums.shape
 
 
 def may_be_masked(scores: Tensor) -> bool:
@@ -96,15 +166,32 @@ def may_be_masked(scores: Tensor) -> bool:
     followed: _Scores | None = call_stack.attention.scores.get(scores)
     if followed is None or followed.may_be_masked or followed.version is None:
         return True
-    return followed.version != _version(scores)
+    return followed.version != version_of(scores)
 
 
 def compares_activations(scores: Tensor, dim: int) -> bool:
-    """Return True if `scores` come from a product of two activations, and only one of these two has the axis `dim` of
-    the scores. The axis of keys in attention scores is such an axis.
+    """Return True if `scores` come from a product of two activations, or of a learned query with an activation, and
+    only one factor of the product has the axis `dim` of the scores. The axis of keys in attention scores is such an
+    axis.
     """
     followed: _Scores | None = call_stack.attention.scores.get(scores)
     return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared
+
+
+def compares_two(tensor: Tensor) -> bool:
+    """Return True if a tensor was computed from a product of two activations, without another linear map since then."""
+    followed: _Scores | None = call_stack.attention.scores.get(tensor)
+    return followed is not None and followed.factors is None
+
+
+def with_learned_query(scores: Tensor, origin: Origin) -> Origin:
+    """Return the `origin` (sources) of attention scores. If they are a product of a learned query with keys, add the
+    sources of both as its factors.
+    """
+    followed: _Scores | None = call_stack.attention.scores.get(scores)
+    if followed is None or followed.factors is None or origin.factors:
+        return origin
+    return origin._replace(factors=(followed.factors,))
 
 
 def tokens_of_scores(scores: Tensor, dim: int) -> ComparedTokens | None:
@@ -140,6 +227,6 @@ def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any
             for label, size in zip(contraction.result, result.shape, strict=True)
         )
         return [(result, known)]
-    if call.function in CONCATENATIONS and result.ndim == before.ndim:  # keys are added
+    if call.function in _LENGTHENING and result.ndim == before.ndim:  # keys are added
         return [(result, scores.axes)]
     return axes_after(call, scores.axes, before, result)

@@ -61,9 +61,14 @@ def _are_weights_of(scores: Scores, expected: Scores, weights: Scores, eps: floa
 
 def unshifted(scores: Scores) -> Scores | None:
     """Return `scores`, the input of a softmax that a model computes, unchanged. Return None if the largest score of
-    every row is 0: the model has then subtracted the maximum by hand, and the original scores are unknown.
+    every row is 0, or the log-sum-exp of every row: the model has then subtracted the maximum or the log-sum-exp by
+    hand, and the original scores are unknown.
     """
-    is_shifted = scores.numel() > 0 and bool((scores.amax(-1) == 0).all())
+    largest = scores.amax(-1) if scores.numel() else None
+    if largest is None or not bool((largest <= 0).all()):
+        return scores
+    tolerance = torch.finfo(scores.dtype).eps ** 0.5
+    is_shifted = bool((largest == 0).all()) or bool((scores.logsumexp(-1).abs() <= tolerance).all())
     return None if is_shifted else scores
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, Interceptor, SiteKey
 from headwise.intercept.layer_index import innermost_attention_modules, is_inside, is_related, layer_numbers
-from headwise.intercept.refusals import NOT_SEEN, REASONS_BESIDE_ATTENTION
+from headwise.intercept.refusals import NOT_FOLLOWED, NOT_SEEN, REASONS_BESIDE_ATTENTION
 from headwise.shapes import Float
 from headwise.statistics.moments import Clusters, RunningLargest, RunningMoments, with_several_values
 from headwise.statistics.registry import LARGEST
@@ -333,6 +333,12 @@ class SiteRegistry(Interceptor):
         innermost = innermost_attention_modules(self._modules, self._ran)
         not_seen = {path for path in innermost if not any(is_related(path, other) for other in recorded)}
         paths = {reason: set(paths) for reason, paths in self._unreadable.items()}
+        seen = [site.path for site in self._records]
+        not_followed = {
+            path for path in paths.pop(NOT_FOLLOWED, ()) if not any(is_related(path, other) for other in seen)
+        }
+        if not_followed:
+            paths[NOT_FOLLOWED] = not_followed
         if not_seen:
             paths[NOT_SEEN] = paths.get(NOT_SEEN, set()) | not_seen
         return paths

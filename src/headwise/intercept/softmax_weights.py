@@ -65,6 +65,7 @@ class Softmax:
             module has ended.
         is_used: True if a function used the weights in a way that is not followed.
         has_ended: True when the innermost module that computed it has ended.
+        is_written: True if the model wrote the softmax as an exponential and a sum.
     """
 
     dim: int
@@ -78,6 +79,7 @@ class Softmax:
     outputs: list[tuple[int, Any]] = field(default_factory=list)
     is_used: bool = False
     has_ended: bool = False
+    is_written: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.intercept.contractions import multiplied_and_summed
+
 INPUT_AND_WEIGHT: frozenset[Any] = frozenset(
     {
         *(F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d),
@@ -17,7 +19,7 @@ INPUT_AND_WEIGHT: frozenset[Any] = frozenset(
 PRODUCTS: frozenset[Any] = frozenset(
     {
         *(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm),
-        *(torch.bmm, Tensor.bmm, torch.einsum),
+        *(torch.bmm, Tensor.bmm, torch.einsum, multiplied_and_summed),
     }
 )
 """Functions that multiply all their tensors."""

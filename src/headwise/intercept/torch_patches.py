@@ -18,10 +18,12 @@ from headwise.intercept import eager_softmax
 from headwise.intercept.adapters.all_engines import engine_patches
 from headwise.intercept.adapters.answer import answered_by_engine
 from headwise.intercept.adapters.torch_operators import OPERATORS, read
+from headwise.intercept.broadcast_products import contracted
 from headwise.intercept.call_handlers import answer_intercepted
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
 from headwise.intercept.contractions import BMM
+from headwise.intercept.foreign_functions import OPERATORS as OTHER_OPERATORS
 from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torchs_own
 from headwise.intercept.function_call import QUERIES, READINGS, FunctionCall
 from headwise.intercept.fused_functions import report_fused
@@ -30,10 +32,11 @@ from headwise.intercept.module_call import keep_mode, must_trace
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import after_function, before_function, lose_outputs
 from headwise.intercept.patches import Patches, Replacement
-from headwise.intercept.score_products import follow_scores
+from headwise.intercept.score_products import follow_scores, written_softmax
 from headwise.intercept.sdpa_calls import intercepted_sdpa
 from headwise.intercept.softmax_weights import DROPOUT
 from headwise.intercept.uncopied_hooks import getstate_without_hooks
+from headwise.intercept.unread_attention import report_averages, report_new_tensors
 from headwise.intercept.unreadable_tensors import has_no_numbers
 
 TORCH_ATTENTION = F.multi_head_attention_forward
@@ -57,7 +60,7 @@ class TorchCalls(TorchFunctionMode):
             return torchs_own(func)(*args, **kwargs)  # a compiler reads it; its calls are intercepted when they run
         if func in QUERIES:
             return func(*args, **kwargs)
-        func = torchs_own(func)
+        operator, func = func, torchs_own(func)
         if call_stack.torch_mode is not self or not call_stack.intercepts:
             return func(*args, **kwargs)  # the mode is another one where a backward pass repeats modules in a module
         if func in READINGS and call_stack.module_calls[0].recording is not None:
@@ -67,8 +70,13 @@ class TorchCalls(TorchFunctionMode):
         call = before_function(FunctionCall(func, args, kwargs))
         if func is TORCH_ATTENTION:
             return _torch_attention(*call.args, **call.kwargs)
-        result = _recorded(call, call.run())
-        report_fused(call, call_stack.module_calls)
+        is_renamed = func is not operator and isinstance(operator, OTHER_OPERATORS)
+        result = operator(*call.args, **call.kwargs) if is_renamed else call.run()
+        after_function(call, result)
+        call = contracted(call, result)
+        result = _recorded(call, result)
+        report_fused(call, result, call_stack.module_calls)
+        report_new_tensors(call, result)
         call_stack.lineage.record(call, result, call_stack.module_calls)
         if has_no_numbers():
             lose_outputs()
@@ -108,13 +116,18 @@ def _recorded(call: FunctionCall, result: Any) -> Any:
     attention output, record it, so that it is followed through later functions. Interceptors may change an attention
     output.
     """
-    after_function(call, result)
     if call.function in eager_softmax.SOFTMAXES:
         arguments = (*call.args, *(call.kwargs[name] for name in ("input", "dim") if name in call.kwargs), None)
-        eager_softmax.on_softmax(arguments[0], result, arguments[1])
+        negative = -arguments[0].detach() if call.function is F.softmin else None
+        eager_softmax.on_softmax(arguments[0], result, arguments[1], numbers=negative)
         return result
+    report_averages(call)
     result = eager_softmax.on_function(call, result)
     follow_scores(call, result)
+    softmax = written_softmax(call, result)
+    if softmax is not None:
+        scores, numbers, dim = softmax
+        eager_softmax.on_softmax(scores, result, dim, numbers=numbers, is_written=True)
     return result
 
 

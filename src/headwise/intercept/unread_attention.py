@@ -1,0 +1,151 @@
+"""Computations that may be attention, but are not followed: their modules are named in warnings."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.contractions import (
+    ADDED_PRODUCTS,
+    CONVOLUTIONS,
+    PRODUCTS,
+    Contraction,
+    Label,
+    contraction_of,
+    is_parameter,
+)
+from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.module_call import ModuleCall, must_trace, report_unreadable
+from headwise.intercept.refusals import NORMALISED, NOT_FOLLOWED, NOT_NORMALISED
+from headwise.intercept.score_products import compares_activations, compares_two
+from headwise.intercept.softmax_weights import weights_of
+from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
+
+_CONVERSIONS: frozenset[Any] = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy})
+"""Functions that make a tensor of numbers that other functions than torch's may have computed."""
+
+_MAPS = ADDED_PRODUCTS | CONVOLUTIONS | {F.linear}
+
+
+def report_averages(call: FunctionCall) -> None:
+    """Report the running module to the interceptors if a function call computes an average by weights that are not
+    followed as attention weights. The call is a product of two activations, summed over an axis along which one of them
+    is normalised: it has no negative number, and its sums are 1, or 0 if everything is hidden. Products of queries and
+    keys without negative numbers are reported although they are not normalised.
+
+    An average over features of the same token, such as one over experts, is not reported.
+    """
+    if call.function not in PRODUCTS or has_no_numbers():
+        return
+    contraction = contraction_of(call.function, call.args, call.kwargs)
+    if contraction is None or len(contraction.operands) != 2 or any(map(is_parameter, contraction.operands)):
+        return
+    if any(weights_of(operand) is not None or not _is_computed(operand) for operand in contraction.operands):
+        return
+    for operand, other in (contraction.operands, contraction.operands[::-1]):
+        reason = _why_unread(contraction, operand, other)
+        if reason is not None:
+            report_unreadable(call_stack.module_calls, reason)
+            return
+
+
+def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> str | None:
+    """Return the reason why the product of `weights` and `values` may be attention that is not followed. Return None if
+    it is none.
+    """
+    labels, labels_of_values = contraction.labels_of(weights), contraction.labels_of(values)
+    summed = [axis for axis, label in enumerate(labels) if label in contraction.summed and label in labels_of_values]
+    sizes = zip(labels_of_values, values.shape, strict=True)
+    has_own_axis = any(label not in labels and size > 1 for label, size in sizes)
+    if (
+        not is_projected(weights)
+        or len(summed) != 1
+        or not has_own_axis
+        or not has_usual_values(weights)
+        or not weights.is_floating_point()
+    ):
+        return None
+    (axis,) = summed
+    is_of_scores = compares_activations(weights, axis)
+    if weights.shape[axis] < 2 or not (is_of_scores or _may_be_of_tokens(contraction, weights, values, labels[axis])):
+        return None
+    numbers = weights.detach().nan_to_num()
+    if not bool((numbers >= 0).all()) or bool(((numbers == 0) | (numbers == 1)).all()):  # such as a selection
+        return None
+    sums = numbers.sum(axis)
+    tolerance = torch.finfo(numbers.dtype).eps ** 0.5
+    if bool((((sums - 1).abs() <= tolerance) | (sums.abs() <= tolerance)).all()):
+        return NORMALISED
+    return NOT_NORMALISED if is_of_scores and not compares_two(values) else None
+
+
+def report_new_tensors(call: FunctionCall, result: Any) -> None:
+    """Report the running module to the interceptors if an argument of a function call may be the output of attention by
+    functions that are not followed, such as scripted ones. No followed function has computed the tensor, and before it
+    appears, the module has computed three projections, or one that may consist of three, of its size. If the call is a
+    projection, take note of it.
+    """
+    owner = _owner()
+    if owner.projected:
+        report_new(owner, [*call.tensors, result] if call.function in _CONVERSIONS else call.tensors)
+    if call.function in _MAPS and isinstance(result, Tensor) and _is_computed(call.tensors[0]):
+        owner.projected.append(result.numel())
+
+
+def report_new(owner: ModuleCall, tensors: list[Any]) -> None:
+    """Report the module of the call `owner` to its interceptor if one of `tensors` may be the output of attention by
+    functions that are not followed.
+    """
+    projected = owner.projected
+    if all(map(call_stack.lineage.is_known, tensors)) or has_no_numbers() or call_stack.is_recomputing:
+        return
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or not call_stack.lineage.is_new(tensor, call_stack.module_calls):
+            continue
+        size = tensor.numel() if tensor.is_floating_point() and tensor.ndim > 1 else -1
+        are_three = size in projected and (len(projected) >= 3 or 2 * size in projected)
+        if are_three or 3 * size in projected:
+            must_trace(call_stack.module_calls)
+            owner.interceptor.on_unreadable(owner.path, NOT_FOLLOWED)
+
+
+def _owner() -> ModuleCall:
+    """Return the innermost running call of a module that contains other modules; it computes with their projections."""
+    for call in reversed(call_stack.module_calls):
+        if call.module._modules:
+            return call
+    return call_stack.module_calls[-1]
+
+
+def _is_computed(tensor: Tensor) -> bool:
+    """Return True if a tensor depends on others than parameters, buffers and constants."""
+    return bool(call_stack.lineage.origin(tensor, call_stack.module_calls).sources & ~call_stack.lineage.state)
+
+
+def is_projected(tensor: Tensor) -> bool:
+    """Return True if a tensor was computed from activations by a linear map or a product of activations. This is False
+    for inputs, parameters and masks, and for what follows from positions.
+    """
+    origin = call_stack.lineage.origin(tensor, call_stack.module_calls)
+    return _is_computed(tensor) and bool(origin.maps or origin.factors)
+
+
+def _may_be_of_tokens(contraction: Contraction, weights: Tensor, values: Tensor, label: Label | None) -> bool:
+    """Return True unless an axis is known to be features, such as experts, and not tokens: an axis of `weights` that is
+    followed from the features of a linear map, while that of `values` is not followed from tokens.
+    """
+    of_weights, of_values = (_are_tokens(contraction, operand, label) for operand in (weights, values))
+    return of_values is not False if of_weights is not False else of_values is True
+
+
+def _are_tokens(contraction: Contraction, operand: Tensor, label: Label | None) -> bool | None:
+    """Return True if an axis of a factor has another token in each element, False if all of its elements are features
+    of one token, and None if this is unknown.
+    """
+    numbered = call_stack.lineage.tokens.along(contraction, operand, label)
+    if numbered is None:
+        return None
+    numbers = numbered.numbers
+    return numbers.stride(-1) != 0 and bool((numbers[..., 1:] != numbers[..., :1]).any())
