@@ -73,6 +73,8 @@ def report_unreadable(module_calls: Sequence[ModuleCall], reason: str) -> None:
     module is not reported, and the reason. Later calls of the model are traced, too.
     """
     must_trace(module_calls)
+    for module_call in module_calls:
+        module_call.projected.clear()  # what they project is accounted for
     for innermost in innermost_calls(module_calls):
         innermost.interceptor.on_unreadable(innermost.path, reason)
 

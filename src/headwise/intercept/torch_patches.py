@@ -65,8 +65,8 @@ class TorchCalls(TorchFunctionMode):
             return func(*args, **kwargs)  # the mode is another one where a backward pass repeats modules in a module
         if func in READINGS and call_stack.module_calls[0].recording is not None:
             call_stack.module_calls[0].recording.on_read(call_stack.module_calls[-1].path)
-        if func is SDPA or func in OPERATORS:
-            return _attention(func, args, kwargs)
+        if func is SDPA or operator in OPERATORS:
+            return _attention(func if func is SDPA else operator, args, kwargs)
         call = before_function(FunctionCall(func, args, kwargs))
         if func is TORCH_ATTENTION:
             return _torch_attention(*call.args, **call.kwargs)
