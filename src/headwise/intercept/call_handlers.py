@@ -294,7 +294,7 @@ def _input_sources(origins: CallOrigins | None) -> InputSources:
     is_recurrent = attends_to_earlier_calls(origins.q, origins.k, lineage)
     may_be_cached = is_recurrent or bool(of_keys_only & (lineage.outside | lineage.given))
     of_queries, of_keys = (0 if each is None else lineage.content(each) & ~lineage.state for each in tensors)
-    return InputSources(of_queries, of_keys, may_be_cached, is_recurrent, origins.tokens)
+    return InputSources(of_queries, of_keys, may_be_cached, is_recurrent, origins.tokens, origins.are_moved)
 
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:

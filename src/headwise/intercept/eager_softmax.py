@@ -19,18 +19,22 @@ from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import axes_of
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
 from headwise.intercept.contractions import PRODUCTS, Contraction, Label, contraction_of
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
+from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
-from headwise.intercept.refusals import NOT_AVERAGES, NOT_OVER_KEYS, NOT_SEEN, WEIGHTS_IN_PARTS
-from headwise.intercept.score_products import compares_activations, may_be_masked, tokens_of_scores
+from headwise.intercept.refusals import CHANGED_IN_PLACE, KEYS_MOVED, NOT_AVERAGES, NOT_OVER_KEYS, NOT_SEEN, WEIGHTS_IN_PARTS
+from headwise.intercept.score_places import Order, Places, order_along, places_of
+from headwise.intercept.score_products import compared_axes, compares_activations, may_be_masked
 from headwise.intercept.scores_behind_weights import unshifted
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
 from headwise.intercept.softmax_weights import (
+    KeptScores,
     Softmax,
     Weights,
     average_keys,
@@ -54,7 +58,9 @@ WEIGHTS_USED_TWICE = "weights of these modules are multiplied with several tenso
 """Reason for statistics that are left out where one softmax has several products."""
 
 
-def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool = False) -> None:
+def on_softmax(
+    scores: Tensor, result: Tensor, dim: Any, kept: Tensor | None = None, *, is_attention: bool = False
+) -> None:
     """Record the `result` of a softmax as possible attention weights. The weights are then followed through later
     functions until the model multiplies them with values. A softmax is ignored if its scores are not known to be a
     product of two activations and its module is not called attention.
@@ -63,6 +69,7 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
         scores: argument of the softmax.
         result: its result.
         dim: axis of the softmax.
+        kept: copy of the scores, if the softmax has overwritten them.
         is_attention: True if the scores are known to be products of queries and keys.
     """
     module_calls = call_stack.module_calls[:]
@@ -78,12 +85,13 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
         return
     report_established()
     origin = call_stack.origin_of_scores(scores)
-    tokens = tokens_of_scores(scores, dim)
+    compared = compared_axes(scores, dim)
     is_masked = may_be_masked(scores)
-    softmax = Softmax(dim, result.numel(), module_calls, origin, is_comparison, tokens, is_masked)
+    softmax = Softmax(dim, result.numel(), module_calls, origin, is_comparison, compared, is_masked)
     call_stack.attention.softmaxes.append(softmax)
-    detached = scores.detach()
-    record_weights(result, Weights(softmax, axes_of(result.shape), lambda: detached))
+    if result is scores:
+        call_stack.attention.scores.discard(scores)
+    record_weights(result, Weights(softmax, axes_of(result.shape), KeptScores(scores if kept is None else kept)))
 
 
 def on_function(call: FunctionCall, result: Any) -> Any:
@@ -117,6 +125,9 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
     weights = weights_of(tensor)
     contraction = contraction_of(call.function, call.args, call.kwargs)
     if weights is None:
+        return result
+    if weights.kept.are_lost:
+        report_unreadable(weights.softmax.module_calls, CHANGED_IN_PLACE)
         return result
     softmax, product = weights.softmax, None
     if contraction is not None and len(contraction.operands) == 2:
@@ -168,6 +179,8 @@ class _Product(AttentionSource):
         labels: labels of the axes of its result, with that of the keys in place of the queries.
         is_observed: False if the same weights were observed in an earlier product.
         appended_keys: number of keys at the end that stand for no token.
+        places: places of the weights along the axes of the product of queries and keys.
+        tokens_of_values: tokens of the values; None if they are unknown.
         received: the mask of the call, once it was read.
     """
 
@@ -185,6 +198,8 @@ class _Product(AttentionSource):
     labels: tuple[Label | None, ...]
     is_observed: bool
     appended_keys: int
+    places: dict[int, Places]
+    tokens_of_values: NumberedTokens | None
     received: ReceivedMask | None = None
 
     @property
@@ -227,9 +242,7 @@ class _Product(AttentionSource):
         other = 0 if contraction.operands[1] is tensor else 1
         values, value_axes = contraction.operands[other], contraction.labels[other]
         origins = call_stack.origins_of_product(weights.softmax.origin, values)
-        if weights.softmax.tokens is not None:
-            tokens_of_values = call_stack.lineage.tokens.along(contraction, values, labels[key_axes[-1]])
-            origins = origins._replace(tokens=weights.softmax.tokens._replace(values=tokens_of_values))
+        tokens_of_values = call_stack.lineage.tokens.along(contraction, values, labels[key_axes[-1]])
         value_axis = contraction.result.index(value_labels[-1])
         queries = tuple(
             axis for axis, label in enumerate(contraction.result) if label in labels and label not in value_axes
@@ -248,7 +261,8 @@ class _Product(AttentionSource):
             labels[key_axes[0]] if axis in queries else label for axis, label in enumerate(contraction.result)
         )
         sources = origins, values, value_axes, in_values, is_observed, call_stack.appended_keys
-        return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, *sources)
+        places = places_of(tensor), tokens_of_values
+        return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, *sources, *places)
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
         """Report the attention call to the interceptors of the model. `layout` states which of its axes are the heads.
@@ -264,11 +278,41 @@ class _Product(AttentionSource):
             value_dim,
             self.module_calls,
             MaskSource(lambda: self._received(layout)),
-            origins=self.origins,
+            origins=self._origins_in_order(layout),
             is_observed=self.is_observed,
             keys=self._values_of_keys(layout, FINGERPRINT_WIDTH),
             appended_keys=self.appended_keys,
         )
+
+    def _origins_in_order(self, layout: HeadLayout) -> CallOrigins:
+        """Return the sources of the call, with the tokens of its queries and keys in the order in which the weights
+        have them, after functions that moved them to other places.
+        """
+        compared = self.weights.softmax.compared
+        if compared is None or not self.places and self.tensor.is_meta:
+            return self.origins
+        rows = [self.order[axis - (axis > self.axes.value)] for axis in layout.query_axes]
+        query_axes = [axis for axis in rows if axis is not None]
+        of_queries = {axis for each in query_axes for axis in self._compared_in(each)} - {compared.key}
+        others = [axis for axis in range(self.tensor.ndim) if self._compared_in(axis) - {compared.key}]
+        keys = order_along(self.places.get(compared.key), self.key_axes, others)
+        queries = [order_along(self.places.get(axis), query_axes, self.key_axes) for axis in of_queries]
+        if not keys.is_common:
+            for innermost in innermost_calls(self.module_calls):
+                if type(innermost.interceptor).observe is not Interceptor.observe:
+                    innermost.interceptor.on_unreadable(innermost.path, KEYS_MOVED)
+        are_moved = any(each.places is not None or not each.is_known for each in (keys, *queries))
+        if compared.tokens is None or len(queries) > 1:
+            return self.origins._replace(are_moved=are_moved)
+        of_both = (queries[0] if queries else Order()).of(compared.tokens.queries), keys.of(compared.tokens.keys)
+        if of_both[0] is None or of_both[1] is None:
+            return self.origins._replace(are_moved=True)
+        return self.origins._replace(tokens=ComparedTokens(of_both[0], of_both[1], self.tokens_of_values))
+
+    def _compared_in(self, axis: int) -> set[int]:
+        """Return the axes of the product of queries and keys that are in an axis of the weights."""
+        of_scores = self.weights.softmax.compared.of_scores
+        return {each for factor in self.weights.axes[axis] if factor.axis >= 0 for each in of_scores[factor.axis]}
 
     def _values_of_keys(
         self, layout: HeadLayout, width: int | None = None

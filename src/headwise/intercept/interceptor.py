@@ -56,6 +56,8 @@ class InputSources(NamedTuple):
             they contain keys of earlier calls.
         is_recurrent: True if the keys contain those of earlier calls in the same call of the model.
         tokens: tokens of the queries, keys and values; None if they are unknown.
+        are_moved: True if the model has moved queries or keys of the scores to other places, and their tokens there
+            are unknown.
     """
 
     of_queries: int = 0
@@ -63,6 +65,7 @@ class InputSources(NamedTuple):
     may_be_cached: bool = False
     is_recurrent: bool = False
     tokens: ComparedTokens | None = None
+    are_moved: bool = False
 
     @property
     def has_new_keys(self) -> bool:

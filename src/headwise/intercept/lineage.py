@@ -94,7 +94,8 @@ class Lineage:
         else:
             for tensor in results:
                 self.set(tensor, origin)
-        if tensors and written is tensors[0] and written._base is not None:  # possibly a write to a part of a tensor
+        is_written = "out" in call.kwargs or (tensors and written is tensors[0])
+        if is_written and written._base is not None:  # possibly a write to a part of a tensor
             base = written._base
             self.set(base, union_of((self.origin(base, module_calls), origin)))
 
@@ -135,6 +136,11 @@ class Lineage:
         self._names[bit] = name
         self.set(tensor, Origin(joined=bit))
         return Origin(joined=bit)
+
+    def discard(self, tensor: Tensor) -> None:
+        """Discard what is known of a tensor, since the model replaces its content."""
+        self._origins.discard(tensor)
+        self.tokens.discard(tensor)
 
     def set(self, tensor: Tensor, origin: Origin) -> None:
         """Store the origin (sources) of a tensor. The entry disappears when the tensor no longer exists."""

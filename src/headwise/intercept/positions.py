@@ -42,7 +42,8 @@ def own_key_of_first_query(
     mask the last key belongs to the last query. It is established if the keys in front of it are those of an earlier
     call, or if a cache or a position that the model was called with has the same length.
 
-    With as many keys as queries, it cannot be established if these are known to be other tokens, or the same in another
+    It cannot be established if the queries are known to be in another order than their tokens, or if the model has moved
+    queries or keys of the scores, and their tokens there are unknown. With as many keys as queries, it cannot be established if these are known to be other tokens, or the same in another
     order. If queries are known to be some of the tokens of the keys, it is established if no later key is visible.
 
     Args:
@@ -58,6 +59,8 @@ def own_key_of_first_query(
     if queries > keys:
         return None, None
     tokens = call.sources.tokens
+    if call.sources.are_moved or (tokens is not None and not call.is_aligned and tokens.has_reordered_queries):
+        return None, None
     if queries == keys and not call.is_aligned and tokens is not None and tokens.differ:
         return None, None
     has_own_keys_only = queries == call.grid.keys - call.appended_keys

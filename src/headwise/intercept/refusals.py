@@ -51,6 +51,11 @@ WEIGHTS_IN_PARTS = (
 )
 """Reason for a softmax whose rows or keys have products of their own."""
 
+KEYS_MOVED = (
+    "attention of these modules is left out, since each query has its keys in another order, as after a sort of scores"
+)
+"""Reason for weights whose columns are no keys, but ranks of keys."""
+
 NEVER_CHANGED = (
     "outputs of the heads of these modules cannot be changed, since the model used them in a way that is not seen, as "
     "in torch.vmap or a scripted function"

@@ -16,7 +16,9 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
 from headwise.intercept.contractions import ADDED_PRODUCTS, PRODUCTS, contraction_of, is_parameter
 from headwise.intercept.function_call import FunctionCall
-from headwise.intercept.softmax_weights import COPIES
+from headwise.intercept.in_place_changes import version_of
+from headwise.intercept.score_places import number_places
+from headwise.intercept.softmax_weights import COPIES, weights_among
 
 CONCATENATIONS: frozenset[Callable[..., Any]] = frozenset({torch.cat, torch.concat, torch.concatenate})
 
@@ -52,6 +54,20 @@ class _Scores(NamedTuple):
     version: int | None
 
 
+class ComparedAxes(NamedTuple):
+    """Axes of the product of queries and keys from which the scores of a softmax were computed.
+
+    Attributes:
+        of_scores: axes of the product that are in each axis of the scores.
+        key: axis of the keys in the product.
+        tokens: tokens of the queries and keys in the product; None if they are unknown.
+    """
+
+    of_scores: tuple[tuple[int, ...], ...]
+    key: int
+    tokens: ComparedTokens | None
+
+
 def follow_scores(call: FunctionCall, result: Any) -> None:
     """Record the `result` of a function call as possible attention scores. It is recorded if the function multiplies
     two activations. It is also recorded if an argument is recorded as scores and the function adds to them, scales,
@@ -68,8 +84,10 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
                 if label in labels and sum(label in each for each in contraction.labels) == 1
             }
             is_masked = call.function in ADDED_PRODUCTS
-            scores = _Scores(axes_of(result.shape), frozenset(tokens), tokens, is_masked, _version(result))
+            scores = _Scores(axes_of(result.shape), frozenset(tokens), tokens, is_masked, version_of(result))
             call_stack.attention.scores.set(result, scores)
+            if not weights_among(call):
+                number_places(result, tokens)
             return
     for tensor in call.tensors if call_stack.attention.scores else ():
         followed: _Scores | None = call_stack.attention.scores.get(tensor)
@@ -77,16 +95,9 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
             continue
         is_masked = may_be_masked(tensor) or call.function not in _WITHOUT_MASK
         for other, axes in _axes_after(call, followed, tensor, result):
-            scores = followed._replace(axes=axes, may_be_masked=is_masked, version=_version(other))
+            scores = followed._replace(axes=axes, may_be_masked=is_masked, version=version_of(other))
             call_stack.attention.scores.set(other, scores)
         return
-
-
-def _version(tensor: Tensor) -> int | None:
-    """Return torch's count of the in-place changes of a tensor. Return None for tensors made in inference mode, which
-    have no count.
-    """
-    return None if tensor.is_inference() else tensor._version
 
 
 def may_be_masked(scores: Tensor) -> bool:
@@ -96,7 +107,7 @@ def may_be_masked(scores: Tensor) -> bool:
     followed: _Scores | None = call_stack.attention.scores.get(scores)
     if followed is None or followed.may_be_masked or followed.version is None:
         return True
-    return followed.version != _version(scores)
+    return followed.version != version_of(scores)
 
 
 def compares_activations(scores: Tensor, dim: int) -> bool:
@@ -107,19 +118,21 @@ def compares_activations(scores: Tensor, dim: int) -> bool:
     return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared
 
 
-def tokens_of_scores(scores: Tensor, dim: int) -> ComparedTokens | None:
-    """Return the token numbers of the queries and keys from which attention `scores` were computed. The keys are along
-    axis `dim`. Return None if the numbers are unknown, or if the scores cover only a part of the keys.
+def compared_axes(scores: Tensor, dim: int) -> ComparedAxes | None:
+    """Return the axes of the product from which attention `scores` were computed, and the tokens along these. The keys
+    are along axis `dim` of the scores. Return None if the scores are not known to come from such a product.
     """
     followed: _Scores | None = call_stack.attention.scores.get(scores)
-    if followed is None or len(followed.tokens) != 2:
+    if followed is None:
         return None
     factors = followed.axes[dim]  # none for a single key
-    key = factors[0].axis if factors else max(followed.tokens)
-    keys, (queries, *_) = followed.tokens.get(key), [each for axis, each in followed.tokens.items() if axis != key]
-    if queries is None or keys is None or keys.numbers.shape[-1] != scores.shape[dim]:
+    key = factors[0].axis if factors else max(followed.tokens, default=None)
+    if key is None:
         return None
-    return ComparedTokens(queries, keys)
+    keys, others = followed.tokens.get(key), [each for axis, each in followed.tokens.items() if axis != key]
+    is_known = len(others) == 1 and others[0] is not None and keys is not None
+    tokens = ComparedTokens(others[0], keys) if is_known else None
+    return ComparedAxes(tuple(tuple(factor.axis for factor in each) for each in followed.axes), key, tokens)
 
 
 def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:

@@ -23,12 +23,14 @@ from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torc
 from headwise.intercept.function_call import QUERIES, FunctionCall
 from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import dispatch_patches
+from headwise.intercept.in_place_changes import share_memory
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import after_function, before_function, lose_outputs
 from headwise.intercept.patches import Patches, Replacement
+from headwise.intercept.score_places import follow_places
 from headwise.intercept.score_products import follow_scores
 from headwise.intercept.sdpa_calls import intercepted_sdpa
-from headwise.intercept.softmax_weights import DROPOUT
+from headwise.intercept.softmax_weights import DROPOUT, before_overwriting
 from headwise.intercept.uncopied_hooks import getstate_without_hooks
 from headwise.intercept.unreadable_tensors import has_no_numbers
 
@@ -61,7 +63,9 @@ class TorchCalls(TorchFunctionMode):
         call = before_function(FunctionCall(func, args, kwargs))
         if func is TORCH_ATTENTION:
             return _torch_attention(*call.args, **call.kwargs)
-        result = _recorded(call, call.run())
+        before_overwriting(call)
+        kept = _scores_to_keep(call)
+        result = _recorded(call, call.run(), kept)
         report_fused(call, call_stack.module_calls)
         call_stack.lineage.record(call, result, call_stack.module_calls)
         if has_no_numbers():
@@ -71,15 +75,27 @@ class TorchCalls(TorchFunctionMode):
         return result
 
 
-def _recorded(call: FunctionCall, result: Any) -> Any:
+def _scores_to_keep(call: FunctionCall) -> Tensor | None:
+    """Return a copy of the scores, the first argument of a softmax, if the call overwrites them. Otherwise return
+    None.
+    """
+    if call.function not in eager_softmax.SOFTMAXES or not isinstance(out := call.kwargs.get("out"), Tensor):
+        return None
+    scores = call.tensors[0]
+    return scores.detach().clone() if share_memory(scores, out) else None
+
+
+def _recorded(call: FunctionCall, result: Any, kept: Tensor | None) -> Any:
     """Return the `result` of a function call in an intercepted model. If the result is attention scores, weights or an
     attention output, record it, so that it is followed through later functions. Interceptors may change an attention
     output.
     """
     after_function(call, result)
+    if not has_no_numbers():
+        follow_places(call, result)
     if call.function in eager_softmax.SOFTMAXES:
         arguments = (*call.args, *(call.kwargs[name] for name in ("input", "dim") if name in call.kwargs), None)
-        eager_softmax.on_softmax(arguments[0], result, arguments[1])
+        eager_softmax.on_softmax(arguments[0], result, arguments[1], kept)
         return result
     result = eager_softmax.on_function(call, result)
     follow_scores(call, result)
