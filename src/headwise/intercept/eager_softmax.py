@@ -25,14 +25,15 @@ from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall
-from headwise.intercept.origin import CallOrigins
+from headwise.intercept.origin import CallOrigins, Origin
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.refusals import CHANGED_IN_PLACE, KEYS_MOVED, NOT_AVERAGES, NOT_OVER_KEYS, NOT_SEEN, WEIGHTS_IN_PARTS
 from headwise.intercept.score_places import Order, Places, order_along, places_of
-from headwise.intercept.score_products import compared_axes, compares_activations, may_be_masked
+from headwise.intercept.score_products import ComparedAxes, compared_axes, compares_activations, may_be_masked
 from headwise.intercept.scores_behind_weights import unshifted
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
+from headwise.intercept.site_parts import OTHER_AXIS
 from headwise.intercept.softmax_weights import (
     KeptScores,
     Softmax,
@@ -75,7 +76,11 @@ def on_softmax(
     module_calls = call_stack.module_calls[:]
     if isinstance(module_calls[-1].module, nn.Softmax):  # the module around it attends
         module_calls.pop()
-    if not isinstance(dim, int) or not module_calls or result.ndim < 2 or not result.numel():
+    if not isinstance(dim, int) or not module_calls or result.ndim < 2:
+        return
+    if not result.numel():
+        for innermost in innermost_calls(module_calls):
+            innermost.interceptor.on_empty(innermost.path)
         return
     dim %= result.ndim
     is_comparison = is_attention or compares_activations(scores, dim)
@@ -84,14 +89,35 @@ def on_softmax(
     if reports_unreadable(scores):
         return
     report_established()
-    origin = call_stack.origin_of_scores(scores)
     compared = compared_axes(scores, dim)
+    origin = _with_keys_last(call_stack.origin_of_scores(scores), compared, module_calls)
     is_masked = may_be_masked(scores)
     softmax = Softmax(dim, result.numel(), module_calls, origin, is_comparison, compared, is_masked)
     call_stack.attention.softmaxes.append(softmax)
     if result is scores:
         call_stack.attention.scores.discard(scores)
     record_weights(result, Weights(softmax, axes_of(result.shape), KeptScores(scores if kept is None else kept)))
+
+
+def _with_keys_last(origin: Origin, compared: ComparedAxes | None, module_calls: list[ModuleCall]) -> Origin:
+    """Return the `origin` of the scores of a softmax, with the keys as the second factor of their product. If the module
+    has computed a softmax over the other axis of the same product, its keys are the queries of this softmax: this is
+    another layer of the module, so its queries get other names of weights.
+    """
+    if compared is None:
+        return origin
+    if compared.is_key_first:
+        origin = origin._replace(factors=tuple((right, left) for left, right in origin.factors))
+    for other in call_stack.attention.softmaxes:
+        others = other.compared
+        is_other_axis = others is not None and others.product == compared.product and others.key != compared.key
+        if is_other_axis and other.module_calls[-1] is module_calls[-1]:
+            maps = [frozenset(("other axis", name) for name in left.maps) for left, _ in origin.factors]
+            factors = zip(maps, origin.factors, strict=True)
+            return origin._replace(
+                factors=tuple((q._replace(maps=names or OTHER_AXIS), k) for names, (q, k) in factors)
+            )
+    return origin
 
 
 def on_function(call: FunctionCall, result: Any) -> Any:
@@ -289,7 +315,7 @@ class _Product(AttentionSource):
         have them, after functions that moved them to other places.
         """
         compared = self.weights.softmax.compared
-        if compared is None or not self.places and self.tensor.is_meta:
+        if compared is None or self.tensor.is_meta or not self.tensor.numel():
             return self.origins
         rows = [self.order[axis - (axis > self.axes.value)] for axis in layout.query_axes]
         query_axes = [axis for axis in rows if axis is not None]

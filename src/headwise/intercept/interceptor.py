@@ -208,6 +208,11 @@ class Interceptor:
         does nothing.
         """
 
+    def on_empty(self, path: str) -> None:
+        """Method that is called if the module at `path` computes a softmax without elements, as for an empty batch. By
+        default it does nothing.
+        """
+
     def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
         """Method that is called if the model applies a linear map to the head outputs of the module at `path`.
         `weights` are the parameters that the map reads. By default it does nothing.

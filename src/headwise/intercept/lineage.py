@@ -85,6 +85,8 @@ class Lineage:
         origins = [self._origins.get(tensor) or self.origin(tensor, module_calls) for tensor in tensors]
         joins_features = function in CONCATENATIONS and len({each.shape[:-1] for each in (*tensors, *results)}) == 1
         origin = self._union(tensors, origins) if joins_features else self._of_result(function, tensors, origins)
+        if joins_features:  # or the keys of scores
+            origin = origin._replace(factors=self._joined_factors(origins) or origin.factors)
         if function in SELECTIONS:
             arguments = (*call.args, *call.kwargs.values())
             selection = (function, *map(_key_of, arguments[1:]))
@@ -97,7 +99,7 @@ class Lineage:
         is_written = "out" in call.kwargs or (tensors and written is tensors[0])
         if is_written and written._base is not None:  # possibly a write to a part of a tensor
             base = written._base
-            self.set(base, union_of((self.origin(base, module_calls), origin)))
+            self.set(base, self._written([self.origin(base, module_calls), origin]))
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[ModuleCall]) -> None:
         """Record the origin (sources) of a module's `output` if it is unknown, as when a library other than torch
@@ -244,8 +246,14 @@ class Lineage:
         same dtype.
         """
         is_content = [tensor.is_floating_point() or tensor.dtype == tensors[0].dtype for tensor in tensors]
-        origin = union_of(origin for origin, counts in zip(origins, is_content, strict=True) if counts)
+        origin = self._written([origin for origin, counts in zip(origins, is_content, strict=True) if counts])
         return origin._replace(joined=origin.joined | self.placed)
+
+    def _written(self, origins: list[Origin]) -> Origin:
+        """Return the origin (sources) of a tensor after others were written into parts of it. All have these origins."""
+        union = union_of(origins)
+        factors = self._joined_factors(list(dict.fromkeys(each for each in origins if each.factors)))
+        return union._replace(factors=factors) if factors else union
 
     def _concatenated(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
         """Return the origin (sources) of concatenated tensors; empty tensors have none. If the tensors have different
@@ -254,12 +262,28 @@ class Lineage:
         tensor may be cached unless the previous call of the model computed it by weights that compute none of the
         concatenated tensors.
         """
-        origins = [origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()]
+        return self._joined([origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()])
+
+    def _joined(self, origins: list[Origin]) -> Origin:
+        """Return the origin (sources) of the concatenation of tensors with these origins."""
         union, maps = union_of(origins), {frozenset[Hashable](), *(origin.maps for origin in origins)}
         cached = sum(bit for bit in _bits_of(union.sources & self.outside) if self._maps_before.get(bit) in maps)
         of_projected = self._concatenation([origin.projected for origin in origins], cached)
         of_all = self._concatenation([origin.projected or origin.joined for origin in origins], cached)
-        return union._replace(projected=union.projected | of_projected, joined=union.joined | of_all)
+        factors = self._joined_factors(origins) or union.factors
+        return union._replace(projected=union.projected | of_projected, joined=union.joined | of_all, factors=factors)
+
+    def _joined_factors(self, origins: list[Origin]) -> tuple[tuple[Origin, Origin], ...]:
+        """Return the origins of the queries and keys of concatenated scores, whose keys are the concatenated keys.
+        Return an empty tuple if the tensors are not products of the same queries, or of the same keys.
+        """
+        pairs = [pair for origin in origins for pair in origin.factors]
+        if len(origins) < 2 or any(len(origin.factors) != 1 for origin in origins):
+            return ()
+        lefts, rights = [left for left, _ in pairs], [right for _, right in pairs]
+        if all(left == lefts[0] for left in lefts):
+            return ((lefts[0], self._joined(rights)),)
+        return ((self._joined(lefts), rights[0]),) if all(right == rights[0] for right in rights) else ()
 
     def _concatenation(self, contents: list[int], cached: int) -> int:
         """Return the bit that represents a concatenation of tensors with the sources `contents`. Return 0 if the

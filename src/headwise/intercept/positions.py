@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.interceptor import Call
 from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.received_mask import ReceivedMask
@@ -59,7 +60,7 @@ def own_key_of_first_query(
     if queries > keys:
         return None, None
     tokens = call.sources.tokens
-    if call.sources.are_moved or (tokens is not None and not call.is_aligned and tokens.has_reordered_queries):
+    if call.sources.are_moved or (tokens is not None and not call.is_aligned and _are_reordered(tokens, queries)):
         return None, None
     if queries == keys and not call.is_aligned and tokens is not None and tokens.differ:
         return None, None
@@ -87,6 +88,13 @@ def own_key_of_first_query(
         or _is_confirmed(call.module_arguments, first, queries, keys, call.layer)
     )
     return (first, continuation) if is_established else (None, None)
+
+
+def _are_reordered(tokens: ComparedTokens, queries: int) -> bool:
+    """Return True if the queries are known to be in another order than their tokens. `queries` is their number, if they
+    have an axis of their own.
+    """
+    return tokens.queries.numbers.shape[-1] == queries and tokens.has_reordered_queries
 
 
 def _is_appended(call: Call, memory: SiteMemory | None, cached: int) -> bool:

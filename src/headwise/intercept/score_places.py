@@ -143,6 +143,8 @@ def _places_after(
         return numbers_after(call, result, numbers_of, torch.inf)
     after: list[tuple[Tensor, Tensor | None]] = []
     for index, tensor in enumerate([call.args[0]] if function in ASSIGNMENT else tensors_among((result,))):
+        if not tensor.is_floating_point() or not tensor.numel():  # such as a comparison with a threshold
+            continue
         number = index if isinstance(result, list | tuple) else None
         is_kept = is_target or all(keeps_places(call, first, number, other - first.ndim) for other in range(first.ndim))
         fits = numbers is not None and tensor.ndim >= first.ndim and _broadcasts(first.shape, tensor.shape)
@@ -160,7 +162,7 @@ def _numbers_of_product(call: FunctionCall, before: Tensor, numbers: Tensor | No
     heads. Return None if the product sums over the numbered axis.
     """
     contraction = contraction_of(call.function, call.args, call.kwargs)
-    if numbers is None or contraction is None or not any(operand is before for operand in contraction.operands):
+    if numbers is None or not result.numel() or contraction is None or not any(operand is before for operand in contraction.operands):
         return None
     labels = contraction.labels_of(before)
     for axis, label in enumerate(labels):

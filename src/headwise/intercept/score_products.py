@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.intercept.axes import VIEWS, Axes, axes_after, axes_of, other_axis
+from headwise.intercept.axes import VIEWS, Axes, Factor, axes_after, axes_of, other_axis
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
 from headwise.intercept.contractions import ADDED_PRODUCTS, PRODUCTS, contraction_of, is_parameter
@@ -45,6 +45,8 @@ class _Scores(NamedTuple):
         tokens: tokens along each of these axes; None where they are unknown.
         may_be_masked: True if a function, such as a sum with a mask, may have hidden keys by large negative numbers.
         version: number of changes of the tensor in place, as torch counts them; None if unknown.
+        of_first: those of the compared axes that are in the first factor of the product.
+        product: identity of the product.
     """
 
     axes: Axes
@@ -52,6 +54,8 @@ class _Scores(NamedTuple):
     tokens: dict[int, NumberedTokens | None]
     may_be_masked: bool
     version: int | None
+    of_first: frozenset[int]
+    product: object
 
 
 class ComparedAxes(NamedTuple):
@@ -61,11 +65,15 @@ class ComparedAxes(NamedTuple):
         of_scores: axes of the product that are in each axis of the scores.
         key: axis of the keys in the product.
         tokens: tokens of the queries and keys in the product; None if they are unknown.
+        is_key_first: True if the keys are the first factor of the product.
+        product: identity of the product.
     """
 
     of_scores: tuple[tuple[int, ...], ...]
     key: int
     tokens: ComparedTokens | None
+    is_key_first: bool
+    product: object
 
 
 def follow_scores(call: FunctionCall, result: Any) -> None:
@@ -84,9 +92,12 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
                 if label in labels and sum(label in each for each in contraction.labels) == 1
             }
             is_masked = call.function in ADDED_PRODUCTS
-            scores = _Scores(axes_of(result.shape), frozenset(tokens), tokens, is_masked, version_of(result))
+            first = contraction.labels[call.function is Tensor.__rmatmul__]
+            of_first = frozenset(axis for axis in tokens if contraction.result[axis] in first)
+            versions = is_masked, version_of(result)
+            scores = _Scores(axes_of(result.shape), frozenset(tokens), tokens, *versions, of_first, object())
             call_stack.attention.scores.set(result, scores)
-            if not weights_among(call):
+            if result.numel() and not weights_among(call):
                 number_places(result, tokens)
             return
     for tensor in call.tensors if call_stack.attention.scores else ():
@@ -132,7 +143,8 @@ def compared_axes(scores: Tensor, dim: int) -> ComparedAxes | None:
     keys, others = followed.tokens.get(key), [each for axis, each in followed.tokens.items() if axis != key]
     is_known = len(others) == 1 and others[0] is not None and keys is not None
     tokens = ComparedTokens(others[0], keys) if is_known else None
-    return ComparedAxes(tuple(tuple(factor.axis for factor in each) for each in followed.axes), key, tokens)
+    of_scores = tuple(tuple(factor.axis for factor in each) for each in followed.axes)
+    return ComparedAxes(of_scores, key, tokens, key in followed.of_first, followed.product)
 
 
 def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
@@ -154,5 +166,15 @@ def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any
         )
         return [(result, known)]
     if call.function in CONCATENATIONS and result.ndim == before.ndim:  # keys are added
-        return [(result, scores.axes)]
+        return [
+            (result, tuple(_of_size(factors, size) for factors, size in zip(scores.axes, result.shape, strict=True)))
+        ]
     return axes_after(call, scores.axes, before, result)
+
+
+def _of_size(factors: tuple[Factor, ...], size: int) -> tuple[Factor, ...]:
+    """Return the factors of an axis of concatenated tensors, which has another `size` than in one of these tensors, but
+    the same kind of elements.
+    """
+    is_longer = len(factors) == 1 and factors[0].size != size
+    return (Factor(factors[0].axis, 1, size),) if is_longer else factors
