@@ -17,6 +17,7 @@ from headwise.intercept.accelerated_modules import OWN_BACKEND, accelerated_modu
 from headwise.intercept.attention_kind import attends_to_earlier_calls
 from headwise.intercept.call_site import site_of_call
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.call_tokens import CallTokens
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation
 from headwise.intercept.layer_index import layer_number_of
@@ -256,6 +257,11 @@ def handlers_of_call(
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
         site = site_of_call(module_call, grid, origins)
+        argument, padding = tokens_and_padding(nested)
+        tokens = CallTokens(argument)
+        if origins is not None:
+            sizes = grid.batch, grid.queries
+            tokens = call_stack.lineage.tokens_of_call(argument, origins.q, sizes, module_calls)
         call = Call(
             site,
             layer_number_of(module_call.module),
@@ -263,7 +269,8 @@ def handlers_of_call(
             grid,
             kv_heads,
             value_dim,
-            *tokens_and_padding(nested),
+            tokens,
+            padding,
             mask_source=mask_source,
             is_recomputation=call_stack.is_recomputing,
             keys=keys,

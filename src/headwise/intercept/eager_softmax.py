@@ -20,7 +20,7 @@ from headwise.intercept.axes import axes_of
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
-from headwise.intercept.contractions import PRODUCTS, Contraction, Label, contraction_of
+from headwise.intercept.contractions import PRODUCTS, Contraction, Label, adds_to_product, contraction_of
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.interceptor import Interceptor
@@ -28,7 +28,16 @@ from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins, Origin
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
-from headwise.intercept.refusals import CHANGED_IN_PLACE, KEYS_MOVED, NOT_AVERAGES, NOT_OVER_KEYS, NOT_SEEN, WEIGHTS_IN_PARTS
+from headwise.intercept.refusals import (
+    ADDED_TENSOR,
+    CHANGED_IN_PLACE,
+    COMPLEX,
+    KEYS_MOVED,
+    NOT_AVERAGES,
+    NOT_OVER_KEYS,
+    NOT_SEEN,
+    WEIGHTS_IN_PARTS,
+)
 from headwise.intercept.score_places import Order, Places, order_along, places_of
 from headwise.intercept.score_products import ComparedAxes, compared_axes, compares_activations, may_be_masked
 from headwise.intercept.scores_behind_weights import unshifted
@@ -156,7 +165,7 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
         report_unreadable(weights.softmax.module_calls, CHANGED_IN_PLACE)
         return result
     softmax, product = weights.softmax, None
-    if contraction is not None and len(contraction.operands) == 2:
+    if contraction is not None and len(contraction.operands) == 2 and contraction.multiplies(tensor):
         product = _Product.of(call, tensor, weights, contraction, result)
     if product is None:
         softmax.is_used = True
@@ -167,6 +176,12 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
         return result
     if not average_keys(weights, tensor, product.key_axes[-1]):
         report_unreadable(softmax.module_calls, NOT_AVERAGES)
+        return result
+    if adds_to_product(call):
+        report_unreadable(softmax.module_calls, ADDED_TENSOR)
+        return result
+    if result.is_complex():
+        report_unreadable(softmax.module_calls, COMPLEX)
         return result
     output = AttentionOutput(product, result, product.axes, product.module_calls, product.origins)
     if not softmax.has_ended:

@@ -11,6 +11,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
+from headwise.intercept.call_tokens import CallTokens
 from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.shapes import Float
@@ -95,7 +96,7 @@ class Call:
         grid: size of the scores: batch, query heads, queries, keys.
         kv_heads: number of key/value heads.
         value_dim: features of a value; None where unknown.
-        tokens: token ids that the part of the model which attends was called with; None where it had none.
+        tokens: token ids that the part of the model which attends was called with, or those that it looked up.
         padding: mask `(batch, length)` of that part's input, True or 1 at tokens that are not padding; None without.
         mask_source: the mask that this attention call received; `mask` reads it.
         is_recomputation: True if a backward pass repeats the call (activation checkpointing). The interceptor's changes
@@ -114,7 +115,7 @@ class Call:
     grid: Grid
     kv_heads: int
     value_dim: int | None
-    tokens: Tensor | None
+    tokens: CallTokens
     padding: Tensor | None
     mask_source: MaskSource = NO_MASK_SOURCE
     is_recomputation: bool = False

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.intercept.call_tokens import CallTokens
 from headwise.intercept.function_call import FunctionCall, tensors_among
+from headwise.intercept.looked_up_ids import LookedUpIds
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins, Origin, union_of
 from headwise.intercept.source_rules import (
@@ -40,7 +42,9 @@ class Lineage:
         self_attention_keys: weights that computed the keys of self-attention, with the contents of these keys, so that
             layers may share them.
         recurrent_keys: those of them that contain keys of earlier calls.
+        reorderings: those of them that contain all tokens in another order.
         tokens: numbers of the tokens in the tensors.
+        ids: token ids that the model looks up.
     """
 
     def __init__(self) -> None:
@@ -59,11 +63,11 @@ class Lineage:
         self._names: dict[int, Hashable] = {}
         self._maps_before: dict[int, frozenset[Hashable]] = {}
         self.state = self.mixing = self.outside = 0
-        self.concatenations = self.selections = self.weighted = 0
+        self.concatenations = self.selections = self.reorderings = self.weighted = 0
         self.placed = self._state_bit("placed")
         self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
         self.recurrent_keys: set[tuple[frozenset[Hashable], int]] = set()
-        self.tokens = TokenNumbers()
+        self.tokens, self.ids = TokenNumbers(), LookedUpIds()
         self.given = union_of(self.origin(tensor, ()) for tensor in tensors_among(given)).sources
         self.outside = 0
 
@@ -92,7 +96,10 @@ class Lineage:
             selection = (function, *map(_key_of, arguments[1:]))
             for index, tensor in enumerate(results):
                 is_selected = _selects_tokens(function, arguments, tensor)
-                self.set(tensor, self._selected(origin, origins[0], (index, *selection)) if is_selected else origin)
+                after = self._selected(origin, origins[0], (index, *selection)) if is_selected else origin
+                self.set(tensor, after)
+                if is_selected and tensors[0].is_floating_point() and tensors[0].numel() == tensor.numel():
+                    self.reorderings |= after.joined & ~origin.joined
         else:
             for tensor in results:
                 self.set(tensor, origin)
@@ -100,6 +107,34 @@ class Lineage:
         if is_written and written._base is not None:  # possibly a write to a part of a tensor
             base = written._base
             self.set(base, self._written([self.origin(base, module_calls), origin]))
+
+    def record_ids(self, call: FunctionCall, result: Any, module_calls: Sequence[ModuleCall]) -> None:
+        """Record the token ids that a function call looks up in a table, as a further source of its `result`."""
+
+        def is_table(tensor: Tensor) -> bool:
+            return not self.origin(tensor, module_calls).sources & ~self.state
+
+        def mark(tensor: Tensor, source: Hashable) -> int:
+            bit, origin = self._bit(source), self.origin(tensor, module_calls)
+            self.set(tensor, origin._replace(joined=origin.joined | bit))
+            return bit
+
+        self.ids.record(call, result, module_calls, is_table, mark)
+
+    def tokens_of_call(
+        self, argument: Tensor | None, query: Origin, sizes: tuple[int, int], module_calls: Sequence[ModuleCall]
+    ) -> CallTokens:
+        """Return the token ids of an attention call with queries of the origin `query`.
+
+        Args:
+            argument: ids that the model around the attention was called with; None if there were none.
+            query: origin of the queries.
+            sizes: number of sequences, and of queries.
+            module_calls: the running modules.
+        """
+        given = 0 if argument is None else self.origin(argument, module_calls).sources & ~self.state
+        content = self.content(query) & ~self.state
+        return self.ids.of_call(argument, content, sizes, given, self.reorderings)
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[ModuleCall]) -> None:
         """Record the origin (sources) of a module's `output` if it is unknown, as when a library other than torch

@@ -69,7 +69,7 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
     padding: Tensor | None = None
     ids: Tensor | None = None
     for module_call in reversed(module_calls):
-        arguments = _named_arguments(module_call.arguments)
+        arguments = named_arguments(module_call.arguments)
         tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if ids is not None and tokens is not ids:
             break
@@ -88,7 +88,7 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
     return ids if ids is not None and ids.ndim == 2 else None, padding
 
 
-def _named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a module call by name. If an argument is a dict, as in `model({"input_ids": ...})`, its
     entries are included as arguments; a direct argument of the same name takes precedence.
     """

@@ -273,7 +273,9 @@ def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]],
     if any(result is tensor for tensor in tensors) and name not in ASSIGNMENTS_IN_PLACE:
         is_sum = name in SUMS_IN_PLACE and not others and len({id(tensor) for tensor in tensors}) > 1
         return is_sum or (name in PRODUCTS_IN_PLACE and len({id(tensor) for tensor in tensors}) == 1)
-    if not isinstance(result, Tensor) or result.is_meta or "out" in call.kwargs or has_no_numbers():
+    if not isinstance(result, Tensor) or result.is_meta or result.is_complex():
+        return False
+    if "out" in call.kwargs or has_no_numbers():
         return False
     scaled, *others_scaled = {id(tensor): tensor for tensor in tensors}.values()
     repeated_call = call

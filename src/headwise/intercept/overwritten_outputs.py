@@ -5,8 +5,6 @@ A model keeps a tensor that it overwrites, so an interceptor must change the ten
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.in_place_changes import overwritten_tensor, share_memory

@@ -162,7 +162,12 @@ def _numbers_of_product(call: FunctionCall, before: Tensor, numbers: Tensor | No
     heads. Return None if the product sums over the numbered axis.
     """
     contraction = contraction_of(call.function, call.args, call.kwargs)
-    if numbers is None or not result.numel() or contraction is None or not any(operand is before for operand in contraction.operands):
+    if (
+        numbers is None
+        or not result.numel()
+        or contraction is None
+        or not any(operand is before for operand in contraction.operands)
+    ):
         return None
     labels = contraction.labels_of(before)
     for axis, label in enumerate(labels):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.intercept.call_contexts import OF_COMMON_POSITIONS, CallContexts
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.call_tokens import OF_TOKENS
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
 from headwise.intercept.layer_index import is_inside
@@ -148,6 +149,8 @@ class StatisticsObserver(Interceptor):
         record.discard(*(observed.context.left_out & {"first"}))
         if observed.lacks_positions and observed.continues:  # the same key may have another index in each call
             record.discard("received")
+        if observed.lacks_tokens:
+            record.discard(*OF_TOKENS)
         if observed.lacks_rows:
             record.discard(*self._all_names)
         if self._parts.attends_again(call):

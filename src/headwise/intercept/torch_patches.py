@@ -72,6 +72,7 @@ class TorchCalls(TorchFunctionMode):
             lose_outputs()
         else:
             call_stack.lineage.tokens.record(call, result)
+            call_stack.lineage.record_ids(call, result, call_stack.module_calls)
         return result
 
 
