@@ -260,8 +260,9 @@ def handlers_of_call(
         argument, padding = tokens_and_padding(nested)
         tokens = CallTokens(argument)
         if origins is not None:
-            sizes = grid.batch, grid.queries
-            tokens = call_stack.lineage.tokens_of_call(argument, origins.q, sizes, module_calls)
+            with call_stack.paused():
+                sizes = grid.batch, grid.queries
+                tokens = call_stack.lineage.tokens_of_call(argument, origins.q, sizes, module_calls)
         call = Call(
             site,
             layer_number_of(module_call.module),

@@ -42,7 +42,7 @@ class Lineage:
         self_attention_keys: weights that computed the keys of self-attention, with the contents of these keys, so that
             layers may share them.
         recurrent_keys: those of them that contain keys of earlier calls.
-        reorderings: those of them that contain all tokens in another order.
+        reorderings: those of them that contain all sequences or their tokens in another order.
         tokens: numbers of the tokens in the tensors.
         ids: token ids that the model looks up.
     """
@@ -98,7 +98,8 @@ class Lineage:
                 is_selected = _selects_tokens(function, arguments, tensor)
                 after = self._selected(origin, origins[0], (index, *selection)) if is_selected else origin
                 self.set(tensor, after)
-                if is_selected and tensors[0].is_floating_point() and tensors[0].numel() == tensor.numel():
+                is_of_sequences = tensors[0].is_floating_point() and tensors[0].ndim == tensor.ndim > 2
+                if is_selected and is_of_sequences and tensors[0].numel() == tensor.numel():
                     self.reorderings |= after.joined & ~origin.joined
         else:
             for tensor in results:
