@@ -334,10 +334,10 @@ class _Product(AttentionSource):
             return self.origins
         rows = [self.order[axis - (axis > self.axes.value)] for axis in layout.query_axes]
         query_axes = [axis for axis in rows if axis is not None]
-        of_queries = {axis for each in query_axes for axis in self._compared_in(each)} - {compared.key}
+        compared_queries = {axis for each in query_axes for axis in self._compared_in(each)} - {compared.key}
         others = [axis for axis in range(self.tensor.ndim) if self._compared_in(axis) - {compared.key}]
         keys = order_along(self.places.get(compared.key), self.key_axes, others)
-        queries = [order_along(self.places.get(axis), query_axes, self.key_axes) for axis in of_queries]
+        queries = [order_along(self.places.get(axis), query_axes, self.key_axes) for axis in compared_queries]
         if not keys.is_common:
             for innermost in innermost_calls(self.module_calls):
                 if type(innermost.interceptor).observe is not Interceptor.observe:
@@ -345,10 +345,12 @@ class _Product(AttentionSource):
         are_moved = any(each.places is not None or not each.is_known for each in (keys, *queries))
         if compared.tokens is None or len(queries) > 1:
             return self.origins._replace(are_moved=are_moved)
-        of_both = (queries[0] if queries else Order()).of(compared.tokens.queries), keys.of(compared.tokens.keys)
-        if of_both[0] is None or of_both[1] is None:
+        of_queries, of_keys = (queries[0] if queries else Order()).of(compared.tokens.queries), keys.of(compared.tokens.keys)
+        if of_queries is None or of_keys is None:
             return self.origins._replace(are_moved=True)
-        return self.origins._replace(tokens=ComparedTokens(of_both[0], of_both[1], self.tokens_of_values))
+        if of_keys.numbers.shape[-1] != prod(self.tensor.shape[axis] for axis in self.key_axes):
+            return self.origins
+        return self.origins._replace(tokens=ComparedTokens(of_queries, of_keys, self.tokens_of_values))
 
     def _compared_in(self, axis: int) -> set[int]:
         """Return the axes of the product of queries and keys that are in an axis of the weights."""

@@ -86,13 +86,6 @@ def require_uncompiled(model: nn.Module, *, without_attention: bool = False) -> 
     return permitted
 
 
-def _calls_itself(module: nn.Module) -> bool:
-    """Return True for a scripted module, or one that `compile()` compiled in place, which would call its own hooks. A
-    wrapper by `torch.compile` has its hooks outside of the compiled module.
-    """
-    return not hasattr(module, "_orig_mod")
-
-
 class HooksAndPatches:
     """Context that intercepts one model: hooks on its modules report to one interceptor, and functions of torch are
     replaced. A context that is active may be entered again; the last exit removes hooks and replacements.
@@ -120,7 +113,9 @@ class HooksAndPatches:
         self._hooks = [
             ModuleHooks(interceptor, path, module, sites.get(path), context)
             for path, module in model.named_modules()
-            if not any(is_inside(path, other) for other in opaque) and not (path in opaque and _calls_itself(module))
+            # A wrapper by `torch.compile` has its hooks outside of the compiled module, others inside.
+            if not any(is_inside(path, other) for other in opaque)
+            and (path not in opaque or hasattr(module, "_orig_mod"))
         ]
         self._lock, self._depth, self._installed = threading.Lock(), 0, ExitStack()
 

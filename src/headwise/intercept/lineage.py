@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from headwise.intercept.call_tokens import CallTokens
 from headwise.intercept.function_call import FunctionCall, tensors_among
-from headwise.intercept.looked_up_ids import LookedUpIds
+from headwise.intercept.looked_up_ids import INTEGERS, LookedUpIds
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins, Origin, union_of
 from headwise.intercept.source_rules import (
@@ -111,6 +111,9 @@ class Lineage:
 
     def record_ids(self, call: FunctionCall, result: Any, module_calls: Sequence[ModuleCall]) -> None:
         """Record the token ids that a function call looks up in a table, as a further source of its `result`."""
+        integers = [tensor for tensor in call.tensors if tensor.dtype in INTEGERS]
+        if not integers:
+            return
 
         def is_table(tensor: Tensor) -> bool:
             return not self.origin(tensor, module_calls).sources & ~self.state
@@ -120,7 +123,7 @@ class Lineage:
             self.set(tensor, origin._replace(joined=origin.joined | bit))
             return bit
 
-        self.ids.record(call, result, module_calls, is_table, mark)
+        self.ids.record(call, integers, result, module_calls, is_table, mark)
 
     def tokens_of_call(
         self, argument: Tensor | None, query: Origin, sizes: tuple[int, int], module_calls: Sequence[ModuleCall]

@@ -15,7 +15,8 @@ from headwise.intercept.source_rules import CONSTANTS, PLACEMENTS, SELECTIONS
 from headwise.intercept.tensor_map import TensorMap
 from headwise.intercept.token_numbers import REPEATED, SORTS
 
-_INTEGERS = (torch.int64, torch.int32)
+INTEGERS = frozenset({torch.int64, torch.int32})
+"""Types of token ids."""
 
 _IN_PLACE = frozenset({torch.where, Tensor.where, Tensor.copy_})
 """Functions that select elements, but keep them at their places."""
@@ -65,6 +66,7 @@ class LookedUpIds:
     def record(
         self,
         call: FunctionCall,
+        integers: list[Tensor],
         result: Any,
         module_calls: Sequence[ModuleCall],
         is_table: Callable[[Tensor], bool],
@@ -74,13 +76,13 @@ class LookedUpIds:
 
         Args:
             call: the call.
+            integers: tensors of integers among its arguments.
             result: what it returned.
             module_calls: the running modules.
             is_table: function that returns True if a tensor depends on parameters and buffers alone.
             mark: function that adds a named source to a tensor, and returns it as a bit.
         """
-        integers = [tensor for tensor in call.tensors if tensor.dtype in _INTEGERS]
-        if not integers or call.function in CONSTANTS:
+        if call.function in CONSTANTS:
             return
         ids = _looked_up(call, integers, is_table)
         if ids is not None and isinstance(result, Tensor):
@@ -93,7 +95,7 @@ class LookedUpIds:
             return
         written = call.args[0] if call.function is Tensor.__setitem__ else result
         for tensor in written if isinstance(written, list | tuple) else (written,):
-            if isinstance(tensor, Tensor) and tensor.dtype in _INTEGERS:
+            if isinstance(tensor, Tensor) and tensor.dtype in INTEGERS:
                 self._derived.set(tensor, self._after(call, integers, module_calls))
 
     def of_call(
@@ -165,9 +167,7 @@ class LookedUpIds:
 def _looked_up(call: FunctionCall, integers: list[Tensor], is_table: Callable[[Tensor], bool]) -> Tensor | None:
     """Return the ids that a function call looks up in a table of embeddings. Return None if it does something else."""
     function, tensors = call.function, call.tensors
-    if function is F.one_hot:
-        return integers[0]
-    if function in {F.embedding, torch.embedding}:
+    if function in {F.embedding, torch.embedding, F.one_hot}:
         return integers[0]
     if function not in {Tensor.__getitem__, torch.index_select, Tensor.index_select} or len(tensors) != 2:
         return None

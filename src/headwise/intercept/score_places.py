@@ -5,6 +5,7 @@ with these numbers, from the product of queries and keys to the product of the w
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ from headwise.intercept.element_places import ASSIGNMENT, keeps_places
 from headwise.intercept.function_call import FunctionCall, tensors_among
 from headwise.intercept.source_rules import PLACEMENTS
 from headwise.intercept.token_numbers import REPEATED, SORTS, numbers_after
+
+
+_WHERE: frozenset[Any] = frozenset({torch.where, Tensor.where})
+"""Functions that select elements of two tensors, but keep them at their places."""
 
 
 class Places(NamedTuple):
@@ -69,9 +74,10 @@ def order_along(places: Places | None, along: Sequence[int], across: Sequence[in
     """
     if places is None:
         return Order(is_known=False)
-    numbers = places.numbers - (places.first - 1)
-    for axis, stride in enumerate(places.numbers.stride()):
+    numbers = places.numbers
+    for axis, stride in enumerate(numbers.stride()):
         numbers = numbers if stride or axis in along else numbers.narrow(axis, 0, 1)  # repetitions
+    numbers = numbers - (places.first - 1)
     numbers = numbers.where((numbers > 0) & (numbers <= places.size), 0).long()
     own = numbers.amax(tuple(across), keepdim=True) if across else numbers
     is_common = bool(((numbers == own) | (numbers == 0)).all())
@@ -79,11 +85,10 @@ def order_along(places: Places | None, along: Sequence[int], across: Sequence[in
     own = own.permute(*others, *along).reshape(prod(own.shape[axis] for axis in others), -1)
     if not is_common or not bool((own == own[:1]).all()):
         return Order(is_known=False, is_common=is_common)
-    in_order = torch.arange(1, places.size + 1, device=own.device)
-    if own.shape[1] % places.size == 0:  # the axis may be merged with another one, such as the heads
-        if bool((own[0].view(-1, places.size) == in_order).all()) or bool(
-            (own[0].view(places.size, -1) == in_order[:, None]).all()
-        ):
+    places_in_order, is_whole = torch.arange(1, places.size + 1, device=own.device), own.shape[1] % places.size == 0
+    for axis in (0, 1) if is_whole else ():  # the axis may be merged with another one, such as the heads
+        split = own[0].view((-1, places.size) if axis == 0 else (places.size, -1))
+        if bool((split == places_in_order.unsqueeze(axis)).all()):
             return Order()
     return Order(own[0])
 
@@ -106,55 +111,79 @@ def places_of(tensor: Tensor) -> dict[int, Places]:
 
 
 def follow_places(call: FunctionCall, result: Any) -> None:
-    """Record the places of the elements in the `result` of a function call, if they are known for an argument."""
+    """Record the places of the elements in the `result` of a function call, if they are known for an argument. If
+    several products are added, such as those of queries with keys and with shifted positions, these are the places in
+    the one that was not rearranged.
+    """
     known = [tensor for tensor in call.tensors if places_of(tensor)] if call_stack.attention.places else []
     if not known:
         return
+    first, function = min(known, key=_are_rearranged), call.function
+    places = places_of(first)
+    is_target = function in PLACEMENTS and len(known) == 1 and first is call.args[0]  # such as a mask by an index
+    is_target |= function in _WHERE and len(known) == 1
+    repeats = function in REPEATED | SORTS and not is_target
+    kept: list[Tensor] = []
+    if not repeats and function not in PRODUCTS and all(_agree(places, places_of(each)) for each in known):
+        kept = _results_in_place(call, first, result, is_kept=is_target)
     after: dict[int, tuple[Tensor, dict[int, Places]]] = {}
-    before = places_of(known[0])
-    for axis, places in before.items():
-        for tensor, numbers in _places_after(call, result, known, axis):
+    for axis, before in places.items():
+        numbers: list[tuple[Tensor, Tensor | None]] = [(tensor, before.numbers.expand(tensor.shape)) for tensor in kept]
+        if repeats:
+            numbers = numbers_after(call, result, partial(_numbers_of, axis), torch.inf)
+        elif function in PRODUCTS and isinstance(result, Tensor):
+            numbers = [(result, _numbers_of_product(call, first, before.numbers, result))]
+        for tensor, each in numbers:
             of_tensor = after.setdefault(id(tensor), (tensor, {}))[1]
-            if numbers is not None:
-                of_tensor[axis] = places._replace(numbers=numbers)
-    is_comparison = call.function not in PRODUCTS or all(len(of) == len(before) for _, of in after.values())
+            of_tensor |= {} if each is None else {axis: before._replace(numbers=each)}
     for tensor, of_tensor in after.values():
+        is_comparison = function not in PRODUCTS or len(of_tensor) == len(places)
         call_stack.attention.places.set(tensor, of_tensor if is_comparison else {})
 
 
-def _places_after(
-    call: FunctionCall, result: Any, known: list[Tensor], axis: int
-) -> list[tuple[Tensor, Tensor | None]]:
-    """Return the tensors in the `result` of a function call, each with the numbers of its elements along one `axis` of
-    the product. They are None if they are unknown. `known` are the arguments whose numbers are known.
-    """
+def _are_rearranged(tensor: Tensor) -> bool:
+    """Return True if the numbers of the places of a tensor are no longer those of a product, repeated over axes."""
+    return any(sum(map(bool, each.numbers.stride())) > 1 for each in places_of(tensor).values())
 
-    def numbers_of(tensor: Tensor) -> Tensor | None:
-        places = places_of(tensor).get(axis)
-        return None if places is None else places.numbers
 
-    function, first = call.function, known[0]
-    numbers = numbers_of(first)
-    if function in PRODUCTS:
-        return [(result, _numbers_of_product(call, first, numbers, result))] if isinstance(result, Tensor) else []
-    is_target = function in PLACEMENTS and len(known) == 1 and first is call.args[0]  # such as a mask by an index
-    is_target |= function is torch.where or function is Tensor.where
-    if not is_target and (function in REPEATED or function in SORTS):
-        return numbers_after(call, result, numbers_of, torch.inf)
-    after: list[tuple[Tensor, Tensor | None]] = []
-    for index, tensor in enumerate([call.args[0]] if function in ASSIGNMENT else tensors_among((result,))):
-        if not tensor.is_floating_point() or not tensor.numel():  # such as a comparison with a threshold
+def _agree(places: dict[int, Places], others: dict[int, Places]) -> bool:
+    """Return True unless the elements of two tensors are known to come from other places of the same product."""
+    for axis, one in places.items():
+        other = others.get(axis)
+        if other is None or other.first != one.first or other.numbers is one.numbers:
             continue
-        number = index if isinstance(result, list | tuple) else None
-        is_kept = is_target or all(keeps_places(call, first, number, other - first.ndim) for other in range(first.ndim))
-        fits = numbers is not None and tensor.ndim >= first.ndim and _broadcasts(first.shape, tensor.shape)
-        after.append((tensor, numbers.expand(tensor.shape) if fits and is_kept and numbers is not None else None))
-    return after
+        if not torch.equal(*torch.broadcast_tensors(one.numbers, other.numbers)):  # type: ignore[no-untyped-call]
+            return False
+    return True
+
+
+def _numbers_of(axis: int, tensor: Tensor) -> Tensor | None:
+    """Return the numbers of the elements of a tensor along one `axis` of the product; None if they are unknown."""
+    places = places_of(tensor).get(axis)
+    return None if places is None else places.numbers
+
+
+def _results_in_place(call: FunctionCall, before: Tensor, result: Any, *, is_kept: bool) -> list[Tensor]:
+    """Return the tensors in the `result` of a function call whose elements are at the places of those of `before`, an
+    argument. `is_kept` is True if this is known.
+    """
+    tensors = [call.args[0]] if call.function in ASSIGNMENT else tensors_among((result,))
+    return [
+        tensor
+        for index, tensor in enumerate(tensors)
+        # A comparison with a threshold has other values, but is no score.
+        if tensor.is_floating_point() and tensor.numel() and _broadcasts(before.shape, tensor.shape)
+        if is_kept
+        or all(
+            keeps_places(call, before, index if isinstance(result, list | tuple) else None, axis - before.ndim)
+            for axis in range(before.ndim)
+        )
+    ]
 
 
 def _broadcasts(shape: torch.Size, other: torch.Size) -> bool:
     """Return True if a tensor of a `shape` can be expanded to the `other` shape."""
-    return all(a in (1, b) for a, b in zip(reversed(shape), reversed(other), strict=False))
+    return len(shape) <= len(other) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(other), strict=False))
 
 
 def _numbers_of_product(call: FunctionCall, before: Tensor, numbers: Tensor | None, result: Tensor) -> Tensor | None:

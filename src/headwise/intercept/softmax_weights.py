@@ -201,7 +201,7 @@ def before_overwriting(call: FunctionCall) -> None:
     of a tensor `out` is discarded, since its content is replaced.
     """
     attention = call_stack.attention
-    if not attention.weights and not attention.kept_scores and "out" not in call.kwargs:
+    if not (attention.weights or attention.kept_scores or attention.pending or "out" in call.kwargs):
         return
     for written in overwritten_tensors(call):
         for output in attention.pending if written.is_inference() else ():  # otherwise torch counts the changes
@@ -210,7 +210,8 @@ def before_overwriting(call: FunctionCall) -> None:
             kept.before_overwriting(written)
         is_followed = call.function in DROPOUTS | MODIFICATIONS | FILLS and "out" not in call.kwargs
         for tensor, weights in attention.weights.items():
-            if share_memory(written, tensor) and not (is_followed and written is tensor):
+            is_undropped = weights.undropped is not None and share_memory(written, weights.undropped)
+            if is_undropped or (share_memory(written, tensor) and not (is_followed and written is tensor)):
                 attention.weights.set(tensor, replace(weights, is_overwritten=True))
         if "out" in call.kwargs and not any(written is each for each in call.tensors):
             attention.weights.discard(written)
