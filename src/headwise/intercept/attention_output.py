@@ -332,3 +332,9 @@ def report_unreadable(module_calls: Iterable[ModuleCall], reason: str) -> None:
     """
     for innermost in innermost_calls(module_calls):
         innermost.interceptor.on_unreadable(innermost.path, reason)
+
+
+def report_empty(module_calls: Iterable[ModuleCall]) -> None:
+    """Tell each interceptor that attention in its innermost running module has no elements, as for an empty batch."""
+    for innermost in innermost_calls(module_calls):
+        innermost.interceptor.on_empty(innermost.path)

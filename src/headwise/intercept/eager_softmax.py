@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.kinds import Dense
-from headwise.intercept.attention_output import AttentionOutput, innermost_calls, report_unreadable
+from headwise.intercept.attention_output import AttentionOutput, innermost_calls, report_empty, report_unreadable
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import axes_of
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
@@ -88,8 +88,7 @@ def on_softmax(
     if not isinstance(dim, int) or not module_calls or result.ndim < 2:
         return
     if not result.numel():
-        for innermost in innermost_calls(module_calls):
-            innermost.interceptor.on_empty(innermost.path)
+        report_empty(module_calls)
         return
     dim %= result.ndim
     is_comparison = is_attention or compares_activations(scores, dim)
@@ -343,9 +342,12 @@ class _Product(AttentionSource):
                 if type(innermost.interceptor).observe is not Interceptor.observe:
                     innermost.interceptor.on_unreadable(innermost.path, KEYS_MOVED)
         are_moved = any(each.places is not None or not each.is_known for each in (keys, *queries))
+        if not queries and prod(self.tensor.shape[axis] for axis in query_axes) > 1:  # computed one after the other
+            are_moved = True
         if compared.tokens is None or len(queries) > 1:
             return self.origins._replace(are_moved=are_moved)
-        of_queries, of_keys = (queries[0] if queries else Order()).of(compared.tokens.queries), keys.of(compared.tokens.keys)
+        of_queries = (queries[0] if queries else Order()).of(compared.tokens.queries)
+        of_keys = keys.of(compared.tokens.keys)
         if of_queries is None or of_keys is None:
             return self.origins._replace(are_moved=True)
         if of_keys.numbers.shape[-1] != prod(self.tensor.shape[axis] for axis in self.key_axes):

@@ -137,7 +137,7 @@ class Lineage:
             module_calls: the running modules.
         """
         given = 0 if argument is None else self.origin(argument, module_calls).sources & ~self.state
-        content = self.content(query) & ~self.state
+        content = self.content(query) & ~self.state if query.sources else None
         return self.ids.of_call(argument, content, sizes, given, self.reorderings)
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[ModuleCall]) -> None:

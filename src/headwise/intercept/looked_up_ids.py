@@ -99,7 +99,7 @@ class LookedUpIds:
                 self._derived.set(tensor, self._after(call, integers, module_calls))
 
     def of_call(
-        self, argument: Tensor | None, content: int, sizes: tuple[int, int], given: int, reorderings: int
+        self, argument: Tensor | None, content: int | None, sizes: tuple[int, int], given: int, reorderings: int
     ) -> CallTokens:
         """Return the token ids of an attention call: those that the model has looked up for its queries.
 
@@ -108,12 +108,12 @@ class LookedUpIds:
 
         Args:
             argument: ids that the model around the attention was called with; None if there were none.
-            content: sources of the queries; 0 if they are unknown.
+            content: sources of the queries; None if they are unknown.
             sizes: number of the sequences of the call, and of its queries.
             given: sources of the argument.
             reorderings: sources that are another order of tokens.
         """
-        if argument is None or not content:
+        if argument is None or content is None:
             return CallTokens(argument)
         roots = self._of(argument).roots
         of_argument = [each for each in self._lookups if any(a is b for a in each.derived.roots for b in roots)]

@@ -273,17 +273,16 @@ def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]],
     if any(result is tensor for tensor in tensors) and name not in ASSIGNMENTS_IN_PLACE:
         is_sum = name in SUMS_IN_PLACE and not others and len({id(tensor) for tensor in tensors}) > 1
         return is_sum or (name in PRODUCTS_IN_PLACE and len({id(tensor) for tensor in tensors}) == 1)
-    if not isinstance(result, Tensor) or result.is_meta or result.is_complex():
-        return False
-    if "out" in call.kwargs or has_no_numbers():
+    if not isinstance(result, Tensor) or result.is_meta or "out" in call.kwargs or has_no_numbers():
         return False
     scaled, *others_scaled = {id(tensor): tensor for tensor in tensors}.values()
     repeated_call = call
     for tensor in others_scaled:
         repeated_call = repeated_call.replaced(tensor, tensor.detach() * -2)
-    difference = (repeated(repeated_call, scaled, scaled.detach() * -2, None) + 2 * result).nan_to_num()
-    tolerance = torch.finfo(result.dtype).eps ** 0.5
-    return bool(difference.abs().amax() <= tolerance * result.nan_to_num().abs().amax())
+    result = result.detach()
+    difference = repeated(repeated_call, scaled, scaled.detach() * -2, None) + 2 * result
+    largest, most = (each.abs().nan_to_num().amax() for each in (difference, result))
+    return bool(largest <= torch.finfo(result.dtype).eps ** 0.5 * most)
 
 
 def _depends_on(other: Tensor, tensor: Tensor, output: AttentionOutput) -> bool:

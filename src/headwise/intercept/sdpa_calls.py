@@ -16,7 +16,7 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem, mask_and_bias
 from headwise.intercept.accelerated_sdpa import accelerated_sdpa
 from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, with_infinite
-from headwise.intercept.attention_output import AttentionOutput
+from headwise.intercept.attention_output import AttentionOutput, report_empty
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.call_stack import call_stack
@@ -62,6 +62,7 @@ def _reported_sdpa(
         out = accelerated_sdpa(previous, query, key, value, **options)
     call_stack.lineage.set_attended(out, origins)
     if not key.shape[-2]:  # an empty memory, which nothing attends to
+        report_empty(call_stack.module_calls)
         return out
     module_calls, axes = call_stack.module_calls[:], OutputAxes(out.ndim - 1, (out.ndim - 2,))
     q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
