@@ -87,8 +87,8 @@ def contraction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: di
 
 
 def adds_to_product(call: FunctionCall) -> bool:
-    """Return True if a call of one of the functions in `PRODUCTS` adds another tensor to the product, such as a bias, or
-    multiplies it by a factor.
+    """Return True if a call of one of the functions in `PRODUCTS` adds another tensor to the product, such as a bias,
+    or multiplies it by a factor.
     """
     function, kwargs = call.function, call.kwargs
     if function in ADDED_PRODUCTS:

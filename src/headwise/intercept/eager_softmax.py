@@ -108,9 +108,9 @@ def on_softmax(
 
 
 def _with_keys_last(origin: Origin, compared: ComparedAxes | None, module_calls: list[ModuleCall]) -> Origin:
-    """Return the `origin` of the scores of a softmax, with the keys as the second factor of their product. If the module
-    has computed a softmax over the other axis of the same product, its keys are the queries of this softmax: this is
-    another layer of the module, so its queries get other names of weights.
+    """Return the `origin` of the scores of a softmax, with the keys as the second factor of their product. If the
+    module has computed a softmax over the other axis of the same product, the two softmaxes are different layers of the
+    module, so the queries of the second one get other names of weights.
     """
     if compared is None:
         return origin
@@ -160,9 +160,6 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
     contraction = contraction_of(call.function, call.args, call.kwargs)
     if weights is None:
         return result
-    if weights.kept.are_lost:
-        report_unreadable(weights.softmax.module_calls, CHANGED_IN_PLACE)
-        return result
     softmax, product = weights.softmax, None
     if contraction is not None and len(contraction.operands) == 2 and contraction.multiplies(tensor):
         product = _Product.of(call, tensor, weights, contraction, result)
@@ -170,22 +167,30 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
         softmax.is_used = True
         return result
     softmax.products += not softmax.has_ended
-    if not softmax.compares_activations:
-        report_unreadable(softmax.module_calls, NOT_OVER_KEYS)
-        return result
-    if not average_keys(weights, tensor, product.key_axes[-1]):
-        report_unreadable(softmax.module_calls, NOT_AVERAGES)
-        return result
-    if adds_to_product(call):
-        report_unreadable(softmax.module_calls, ADDED_TENSOR)
-        return result
-    if result.is_complex():
-        report_unreadable(softmax.module_calls, COMPLEX)
+    reason = _why_left_out(product, result)
+    if reason is not None:
+        report_unreadable(softmax.module_calls, reason)
         return result
     output = AttentionOutput(product, result, product.axes, product.module_calls, product.origins)
     if not softmax.has_ended:
         _refuse_parts(softmax, tensor.numel(), output)
     return hold(output, result)
+
+
+def _why_left_out(product: "_Product", result: Tensor) -> str | None:
+    """Return the reason why a product of weights with values cannot be reported; None if there is none. `result` is the
+    tensor that the model's function returned.
+    """
+    weights = product.weights
+    if weights.kept.are_lost:
+        return CHANGED_IN_PLACE
+    if not weights.softmax.compares_activations:
+        return NOT_OVER_KEYS
+    if adds_to_product(product.call):
+        return ADDED_TENSOR
+    if result.is_complex():
+        return COMPLEX
+    return None if average_keys(weights, product.tensor, product.key_axes[-1]) else NOT_AVERAGES
 
 
 def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> None:

@@ -179,7 +179,7 @@ class Lineage:
         return Origin(joined=bit)
 
     def discard(self, tensor: Tensor) -> None:
-        """Discard what is known of a tensor, since the model replaces its content."""
+        """Discard the origin and the token numbers of a tensor, since the model replaces its content."""
         self._origins.discard(tensor)
         self.tokens.discard(tensor)
 
@@ -289,7 +289,7 @@ class Lineage:
         return origin._replace(joined=origin.joined | self.placed)
 
     def _written(self, origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of a tensor after others were written into parts of it. All have these origins."""
+        """Return the origin (sources) of a tensor into parts of which others were written. All have these origins."""
         union = union_of(origins)
         factors = self._joined_factors(list(dict.fromkeys(each for each in origins if each.factors)))
         return union._replace(factors=factors) if factors else union

@@ -1,4 +1,4 @@
-"""Token ids that a running model looks up in its tables of embeddings, which may differ from those it was called with."""
+"""Token ids that a running model looks up in its tables of embeddings, in place of those that it was called with."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ _KEEPING_NAMES = frozenset(
 
 
 class _Derived(NamedTuple):
-    """How an integer tensor was computed from others.
+    """Record of the computation of an integer tensor from others.
 
     Attributes:
         roots: tensors from which it was computed, such as an argument of the model.
@@ -123,13 +123,8 @@ class LookedUpIds:
         fits = len(argument) == sizes[0] and argument.shape[1] >= sizes[1]
         if not read or content & reorderings:
             return CallTokens(None, fits, bool(read))
-        if len(read) > 1 and all(each.ids.ndim == 2 and len(each.ids) == len(argument) for each in read):
-            parts = torch.cat([each.ids.to(argument) for each in read], 1)
-            if _are_equal(parts, argument):
-                return CallTokens(argument)
         others = [each for each in read if not _are_of_argument(each.ids, argument)]
-        are_computed = all(each.derived.is_computed for each in others)
-        if not others or (are_computed and (len(others) < len(read) or _are_names(others, argument))):
+        if not others or _are_parts(read, argument) or _are_names(others, argument, len(read) > len(others)):
             return CallTokens(argument)
         ids, (_, is_moved, is_computed), _ = others[0]
         if len(read) > 1 or (is_computed and is_moved) or ids.ndim != 2:
@@ -194,15 +189,30 @@ def _are_of_argument(ids: Tensor, argument: Tensor) -> bool:
     return (ids.ndim == 2 and _are_equal(ids.T, argument)) or _are_equal(ids.reshape(argument.shape), argument)
 
 
-def _are_names(lookups: list[_Lookup], argument: Tensor) -> bool:
+def _are_parts(lookups: list[_Lookup], argument: Tensor) -> bool:
+    """Return True if the ids of `lookups`, one after the other, are those of the `argument`."""
+    if any(each.ids.ndim != 2 or len(each.ids) != len(argument) for each in lookups):
+        return False
+    return _are_equal(torch.cat([each.ids.to(argument) for each in lookups], 1), argument)
+
+
+def _are_names(lookups: list[_Lookup], argument: Tensor, are_known: bool) -> bool:
     """Return True if the ids of `lookups`, taken together, are other names of the tokens in `argument`, as hashes or
-    ids with an offset are: equal for equal tokens, different for different ones, and never the token's own id.
+    ids with an offset are: equal for equal tokens, and different for different ones. Where a single lookup has some ids
+    of the argument, the model has changed the others.
+
+    Args:
+        lookups: lookups of computed ids.
+        argument: ids that the model was called with.
+        are_known: True if the model also looks up the ids of the argument, so that the others may be any numbers.
     """
-    if any(each.derived.is_moved or each.ids.shape != argument.shape for each in lookups):
+    if not all(each.derived.is_computed for each in lookups):
         return False
+    if are_known or any(each.derived.is_moved or each.ids.shape != argument.shape for each in lookups):
+        return are_known
+    names = argument.flatten()[None]
     looked_up = torch.stack([each.ids.flatten() for each in lookups]).to(argument)
-    if len(lookups) == 1 and bool((looked_up == argument.flatten()).any()):
+    if len(lookups) == 1 and bool((looked_up == names).any()):
         return False
-    of_both = torch.cat([argument.flatten()[None], looked_up])
-    counts = {each.unique(dim=1).shape[1] for each in (argument.flatten()[None], looked_up, of_both)}
+    counts = {each.unique(dim=1).shape[1] for each in (names, looked_up, torch.cat([names, looked_up]))}
     return len(counts) == 1

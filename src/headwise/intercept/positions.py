@@ -43,9 +43,10 @@ def own_key_of_first_query(
     mask the last key belongs to the last query. It is established if the keys in front of it are those of an earlier
     call, or if a cache or a position that the model was called with has the same length.
 
-    It cannot be established if the queries are known to be in another order than their tokens, or if the model has moved
-    queries or keys of the scores, and their tokens there are unknown. With as many keys as queries, it cannot be established if these are known to be other tokens, or the same in another
-    order. If queries are known to be some of the tokens of the keys, it is established if no later key is visible.
+    It cannot be established if the queries are known to be in another order than their tokens, or if the model has
+    moved queries or keys of the scores, and their tokens there are unknown. With as many keys as queries, it cannot be
+    established if these are known to be other tokens, or the same in another order. If queries are known to be some of
+    the tokens of the keys, it is established if no later key is visible.
 
     Args:
         call: the call.
@@ -57,12 +58,8 @@ def own_key_of_first_query(
     keys = call.grid.keys - call.appended_keys
     if received is not None and facts is None:
         keys = min(keys, received.grid.keys)
-    if queries > keys:
-        return None, None
     tokens = call.sources.tokens
-    if call.sources.are_moved or (tokens is not None and not call.is_aligned and _are_reordered(tokens, queries)):
-        return None, None
-    if queries == keys and not call.is_aligned and tokens is not None and tokens.differ:
+    if queries > keys or call.sources.are_moved or (tokens is not None and _are_reordered(call, tokens, keys)):
         return None, None
     has_own_keys_only = queries == call.grid.keys - call.appended_keys
     own_key = None if tokens is None or has_own_keys_only else tokens.own_key_of_first_query()
@@ -90,11 +87,14 @@ def own_key_of_first_query(
     return (first, continuation) if is_established else (None, None)
 
 
-def _are_reordered(tokens: ComparedTokens, queries: int) -> bool:
-    """Return True if the queries are known to be in another order than their tokens. `queries` is their number, if they
-    have an axis of their own.
+def _are_reordered(call: Call, tokens: ComparedTokens, keys: int) -> bool:
+    """Return True if the queries are known to be in another order than their tokens, or are as many as the `keys`, but
+    known to be other tokens. Calls that state positions themselves are in order.
     """
-    return tokens.queries.numbers.shape[-1] == queries and tokens.has_reordered_queries
+    queries = call.grid.queries
+    has_own_axis = tokens.queries.numbers.shape[-1] == queries  # otherwise the queries of several heads share an axis
+    is_reordered = (has_own_axis and tokens.has_reordered_queries) or (queries == keys and tokens.differ)
+    return is_reordered and not call.is_aligned
 
 
 def _is_appended(call: Call, memory: SiteMemory | None, cached: int) -> bool:

@@ -46,8 +46,8 @@ ADDED = (
 """Reason for outputs of several attention maps that share columns of the output projection."""
 
 ADDED_TENSOR = (
-    "attention of these modules is left out, since one function multiplies the weights with the values and adds another "
-    "tensor, so that the outputs of the heads are not known alone"
+    "attention of these modules is left out, since one function multiplies the weights with the values and adds "
+    "another tensor, so that the outputs of the heads are not known alone"
 )
 """Reason for products such as `torch.baddbmm`."""
 

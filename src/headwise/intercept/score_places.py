@@ -21,7 +21,6 @@ from headwise.intercept.function_call import FunctionCall, tensors_among
 from headwise.intercept.source_rules import PLACEMENTS
 from headwise.intercept.token_numbers import REPEATED, SORTS, numbers_after
 
-
 _WHERE: frozenset[Any] = frozenset({torch.where, Tensor.where})
 """Functions that select elements of two tensors, but keep them at their places."""
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from headwise.intercept.origin import CallOrigins
 
 OTHER_AXIS: frozenset[Hashable] = frozenset({"other axis"})
-"""Names of the weights of queries that no weights project, in a softmax over the other axis of the scores of layer 0."""
+"""Names for queries that no weights project, in a softmax over the other axis of the scores of layer 0."""
 
 
 class SiteParts:
