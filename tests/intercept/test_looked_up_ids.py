@@ -83,10 +83,8 @@ CHANGES = {
     "corrupted by where": lambda ids: torch.where(OTHERS, NOISE, ids),
     "corrupted by a fill": lambda ids: ids.masked_fill(OTHERS, 1),
     "corrupted by an assignment": corrupted,
-    "corrupted by a product": lambda ids: ids * ~OTHERS + OTHERS * 1,
     "without the last": lambda ids: ids[:, :-2],
     "without the first": lambda ids: ids[:, 2:],
-    "other names": lambda ids: TABLE[ids],
 }
 
 
@@ -161,6 +159,9 @@ NOT_KNOWN = {
     "sequences in another order": lambda model, ids: model.words(ids).flip(0),
     "unique ids": lambda model, ids: model.words((found := ids.unique(return_inverse=True))[0])[found[1]],
     "two orders": lambda model, ids: model.words(ids) + model.positions(ids.flip(1)),
+    "offsets of positions": lambda model, ids: model.words(ids + 4 * torch.arange(8)),
+    "corrupted by a product": lambda model, ids: model.words(ids * ~OTHERS),
+    "table of ids": lambda model, ids: model.words(TABLE[ids]),
     "moved offsets": lambda model, ids: model.words((ids + 3).flip(1)),
     "other embeddings": lambda model, ids: torch.randn(3, 8, WIDTH),
 }

@@ -127,7 +127,7 @@ class LookedUpIds:
         if not others or _are_parts(read, argument) or _are_names(others, argument, len(read) > len(others)):
             return CallTokens(argument)
         ids, (_, is_moved, is_computed), _ = others[0]
-        if len(read) > 1 or (is_computed and is_moved) or ids.ndim != 2:
+        if len(read) > 1 or is_computed or ids.ndim != 2:
             return CallTokens(None, fits, True)
         return CallTokens(ids, fits and (len(ids) != sizes[0] or ids.shape[1] < sizes[1]), is_moved)
 
@@ -214,5 +214,5 @@ def _are_names(lookups: list[_Lookup], argument: Tensor, are_known: bool) -> boo
     looked_up = torch.stack([each.ids.flatten() for each in lookups]).to(argument)
     if len(lookups) == 1 and bool((looked_up == names).any()):
         return False
-    counts = {each.unique(dim=1).shape[1] for each in (names, looked_up, torch.cat([names, looked_up]))}
+    counts = {torch.unique(each, dim=1).shape[1] for each in (names, looked_up, torch.cat([names, looked_up]))}
     return len(counts) == 1

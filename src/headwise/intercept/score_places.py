@@ -207,7 +207,7 @@ def _numbers_of_product(call: FunctionCall, before: Tensor, numbers: Tensor | No
     kept = [axis for axis, label in enumerate(labels) if label in contraction.result]
     others = [axis for axis in range(len(labels)) if axis not in kept]
     numbers = numbers.permute(*others, *kept)[(0,) * len(others)]
-    order = sorted(range(len(kept)), key=lambda index: contraction.result.index(labels[kept[index]]))  # type: ignore[arg-type]
+    order = sorted(range(len(kept)), key=lambda index: contraction.result.index(labels[kept[index]]))
     numbers = numbers.permute(order)
     for axis, label in enumerate(contraction.result):
         numbers = numbers if label in labels else numbers.unsqueeze(axis)

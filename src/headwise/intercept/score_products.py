@@ -141,8 +141,8 @@ def compared_axes(scores: Tensor, dim: int) -> ComparedAxes | None:
     if key is None:
         return None
     keys, others = followed.tokens.get(key), [each for axis, each in followed.tokens.items() if axis != key]
-    is_known = len(others) == 1 and others[0] is not None and keys is not None
-    tokens = ComparedTokens(others[0], keys) if is_known else None
+    queries = others[0] if len(others) == 1 else None
+    tokens = None if queries is None or keys is None else ComparedTokens(queries, keys)
     of_scores = tuple(tuple(factor.axis for factor in each) for each in followed.axes)
     return ComparedAxes(of_scores, key, tokens, key in followed.of_first, followed.product)
 
