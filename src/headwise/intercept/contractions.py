@@ -92,9 +92,11 @@ def adds_to_product(call: FunctionCall) -> bool:
     """
     function, kwargs = call.function, call.kwargs
     if function in ADDED_PRODUCTS:
-        adds = kwargs.get("beta", 1) != 0 and ("out" in kwargs or bool((call.tensors[0] != 0).any()))
-        return adds or function.__name__.endswith("_") or kwargs.get("alpha", 1) != 1
-    return function in CONVOLUTIONS | {F.linear} and len(call.tensors) > 2
+        added = call.tensors[0]
+        is_written = "out" in kwargs or function.__name__.endswith("_") or added.is_meta
+        adds = kwargs.get("beta", 1) != 0 and (is_written or bool((added != 0).any()))
+        return adds or kwargs.get("alpha", 1) != 1
+    return (function is F.linear or function in CONVOLUTIONS) and len(call.tensors) > 2
 
 
 def _matmul(left: Tensor, right: Tensor) -> Contraction | None:

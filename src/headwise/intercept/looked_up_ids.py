@@ -18,8 +18,8 @@ from headwise.intercept.token_numbers import REPEATED, SORTS
 INTEGERS = frozenset({torch.int64, torch.int32})
 """Types of token ids."""
 
-_IN_PLACE = frozenset({torch.where, Tensor.where, Tensor.copy_})
-"""Functions that select elements, but keep them at their places."""
+_KEEPING_PLACES = (VIEWS - SELECTIONS) | {torch.where, Tensor.where, Tensor.copy_}
+"""Functions that select or rearrange elements, but keep the order of tokens."""
 
 _KEEPING_NAMES = frozenset(
     {"to", "type", "type_as", "long", "int", "clone", "contiguous", "detach", "masked_fill", "masked_fill_"}
@@ -82,7 +82,7 @@ class LookedUpIds:
             is_table: function that returns True if a tensor depends on parameters and buffers alone.
             mark: function that adds a named source to a tensor, and returns it as a bit.
         """
-        if call.function in CONSTANTS:
+        if call.function in CONSTANTS or any(tensor.is_meta for tensor in integers):
             return
         ids = _looked_up(call, integers, is_table)
         if ids is not None and isinstance(result, Tensor):
@@ -142,14 +142,14 @@ class LookedUpIds:
     def _after(self, call: FunctionCall, integers: list[Tensor], module_calls: Sequence[ModuleCall]) -> _Derived:
         """Return how the result of a function call was computed from the `integers` among its arguments."""
         function, first = call.function, call.tensors[0]
-        is_view = function in VIEWS | SELECTIONS and first is integers[0]
+        is_view = (function in VIEWS or function in SELECTIONS) and first is integers[0]
         content, indices = (integers[:1], integers[1:]) if is_view else (integers, [])
         is_remapped = (
             function in SELECTIONS and not self._are_ids(content, module_calls) and self._are_ids(indices, module_calls)
         )
         before = [self._of(each) for each in (*content, *(indices if is_remapped else []))]
         keeps = function in REPEATED or function in SORTS or getattr(function, "__name__", "") in _KEEPING_NAMES
-        is_moved = function in SORTS or (function in REPEATED and function not in VIEWS - SELECTIONS | _IN_PLACE)
+        is_moved = function in SORTS or (function in REPEATED and function not in _KEEPING_PLACES)
         if is_remapped or (function in PLACEMENTS and call.tensors[-1] is first):  # by a table, or by a mask
             is_moved = False
         return _Derived(

@@ -121,7 +121,7 @@ def follow_places(call: FunctionCall, result: Any) -> None:
     places = places_of(first)
     is_target = function in PLACEMENTS and len(known) == 1 and first is call.args[0]  # such as a mask by an index
     is_target |= function in _WHERE and len(known) == 1
-    repeats = function in REPEATED | SORTS and not is_target
+    repeats = (function in REPEATED or function in SORTS) and not is_target
     kept: list[Tensor] = []
     if not repeats and function not in PRODUCTS and all(_agree(places, places_of(each)) for each in known):
         kept = _results_in_place(call, first, result, is_kept=is_target)

@@ -208,10 +208,13 @@ def before_overwriting(call: FunctionCall) -> None:
             output.on_overwritten(written)
         for kept in list(attention.kept_scores):
             kept.before_overwriting(written)
-        is_followed = call.function in DROPOUTS | MODIFICATIONS | FILLS and "out" not in call.kwargs
+        is_followed = "out" not in call.kwargs and any(
+            call.function in each for each in (DROPOUTS, MODIFICATIONS, FILLS)
+        )
         for tensor, weights in attention.weights.items():
             is_undropped = weights.undropped is not None and share_memory(written, weights.undropped)
-            if is_undropped or (share_memory(written, tensor) and not (is_followed and written is tensor)):
+            is_own = is_followed and written is tensor and "out" not in call.kwargs
+            if is_undropped or (share_memory(written, tensor) and not is_own):
                 attention.weights.set(tensor, replace(weights, is_overwritten=True))
         if "out" in call.kwargs and not any(written is each for each in call.tensors):
             attention.weights.discard(written)
