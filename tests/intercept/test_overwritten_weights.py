@@ -155,6 +155,22 @@ def test_weights_that_are_still_averages_after_a_change_in_place_are_observed(na
     require_statistics(heads, [weights])
 
 
+def without_change(q, k, v):
+    """Functions that return the same tensor, of weights that are sums of float32 in float64."""
+    weights = torch.softmax((q @ k.mT * DIM**-0.5).double(), -1, dtype=torch.float32).double()
+    weights = F.dropout(weights.contiguous().to(torch.float64), 0.5, training=False)
+    return (weights @ v.double()).to(v.dtype)
+
+
+@pytest.mark.filterwarnings("error")
+def test_functions_that_return_the_same_weights_change_nothing():
+    torch.manual_seed(11)
+    model, x = nn.Sequential(SelfAttention(without_change)), torch.randn(2, LENGTH, WIDTH)
+    with hw.watch(model) as heads:
+        model(x)
+    require_statistics(heads, [model[0].weights])
+
+
 def flat(x):
     return x.flatten(0, 1)
 

@@ -168,20 +168,22 @@ def record_weights(tensor: Tensor, weights: Weights) -> None:
     call_stack.attention.weights.set(tensor, weights)
 
 
-def weights_of(tensor: Tensor, changes: int = 0) -> Weights | None:
+def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | None:
     """Return the record of a tensor that contains attention weights. Return None if the tensor is not known to contain
     any. If the model has changed the tensor in place, possibly as a view of the same memory, the record states that the
     weights are scaled, and counts weights that are 0 as filled with zeros.
 
     Args:
         tensor: the tensor.
-        changes: number of in-place changes by the running function call.
+        writer: the running function call, which may have changed the tensor in place.
     """
     weights: Weights | None = call_stack.attention.weights.get(tensor)
     if weights is None:
         return None
-    version = weights.version
-    if not weights.is_overwritten and (version is None or version + changes == version_of(tensor)):
+    is_written = writer is not None and any(each is tensor for each in overwritten_tensors(writer))
+    version, now = weights.version, version_of(tensor)
+    is_same = version == now or (is_written and version is not None and version + 1 == now)
+    if is_same and not weights.is_overwritten:
         return weights
     if weights.undropped is not None:  # the weights before dropout are lost
         weights.softmax.is_used = True
@@ -190,7 +192,7 @@ def weights_of(tensor: Tensor, changes: int = 0) -> Weights | None:
     is_zero = tensor.detach() == 0
     zeroed = is_zero if weights.zeroed is None else weights.zeroed | is_zero
     weights = replace(weights, zeroed=zeroed, is_scaled=True)
-    if not changes:
+    if not is_written:
         record_weights(tensor, weights)
     return weights
 
@@ -235,7 +237,7 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
     dropout to its argument `tensor`, which contains attention weights. After any other function, mark the softmax that
     computed them as used in a way that is not followed.
     """
-    weights = weights_of(tensor, int(result is tensor))
+    weights = weights_of(tensor, call)
     if weights is None:
         return
     function = call.function
