@@ -129,6 +129,26 @@ def test_positions_are_right_where_scores_stay_at_their_places(name):
     require_statistics(heads, [weights])
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("padding", [0, 1, 3])
+def test_convolutions_of_other_products_change_nothing(padding):
+    class Products(nn.Module):
+        """Products of features with each other, which a convolution with another length reads."""
+
+        def __init__(self):
+            super().__init__()
+            self.kernels, self.back = nn.Conv1d(LENGTH, LENGTH, 3, padding=padding), nn.LazyLinear(WIDTH)
+
+        def forward(self, x):
+            return self.back(self.kernels(x @ x.mT))
+
+    x, model = torch.randn(2, LENGTH, WIDTH), nn.Sequential(Products(), SelfAttention())
+    plain = model(x)
+    with hw.watch(model) as heads:
+        assert torch.equal(model(x), plain)
+    require_statistics(heads, [model[1].weights])
+
+
 def ranked(rank):
     """Return attention over keys in the order of their scores, another one for each query."""
 

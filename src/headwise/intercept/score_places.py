@@ -187,15 +187,10 @@ def _broadcasts(shape: torch.Size, other: torch.Size) -> bool:
 
 def _numbers_of_product(call: FunctionCall, before: Tensor, numbers: Tensor | None, result: Tensor) -> Tensor | None:
     """Return the numbers of the elements in a product of scores or weights with a parameter, such as one that mixes
-    heads. Return None if the product sums over the numbered axis.
+    heads. Return None if the product sums over the numbered axis, or if a convolution changes its length.
     """
     contraction = contraction_of(call.function, call.args, call.kwargs)
-    if (
-        numbers is None
-        or not result.numel()
-        or contraction is None
-        or not any(operand is before for operand in contraction.operands)
-    ):
+    if numbers is None or not result.numel() or contraction is None or not contraction.multiplies(before):
         return None
     labels = contraction.labels_of(before)
     for axis, label in enumerate(labels):
@@ -211,4 +206,4 @@ def _numbers_of_product(call: FunctionCall, before: Tensor, numbers: Tensor | No
     numbers = numbers.permute(order)
     for axis, label in enumerate(contraction.result):
         numbers = numbers if label in labels else numbers.unsqueeze(axis)
-    return numbers.expand(result.shape)
+    return numbers.expand(result.shape) if _broadcasts(numbers.shape, result.shape) else None
