@@ -1,5 +1,7 @@
 """Self- or cross-attention, by the tensors from which queries and keys are computed, under any names."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,6 +72,63 @@ def test_the_kind_follows_from_the_sources_of_queries_and_keys(name, softmax):
     with hw.watch(model) as heads:
         model(X, Y, P)
     assert {row["kind"] for row in heads.rows()} == {kind}
+
+
+class JoinedScores(Attention):
+    """Attention to the tokens and to others, whose scores `join` concatenates or writes into one tensor."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.join = join
+
+    def forward(self, tokens, others):
+        q, k, v = (split(each(tokens)) for each in (self.q, self.k, self.v))
+        keys, values = (split(each(others)) for each in (self.k, self.v))
+        scores, values = self.join(q @ k.mT * 0.3, q @ keys.mT * 0.3), torch.cat([v, values], 2)
+        self.weights = scores.softmax(-1)
+        return self.out(merge(self.weights @ values))
+
+
+def cast_and_joined(one, other):
+    return torch.concat([one.double(), other.double()], dim=3).float()
+
+
+JOINED = {
+    "concatenated": lambda one, other: torch.cat([one, other], -1),
+    "cast": cast_and_joined,
+    "transposed": lambda one, other: torch.cat([one.mT, other.mT], 2).mT,
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("join", JOINED)
+@pytest.mark.parametrize(("others", "kind"), [(Y, "cross"), (P, "cross"), (X, "self")])
+def test_the_kind_of_concatenated_scores_is_that_of_concatenated_keys(join, others, kind):
+    model = JoinedScores(JOINED[join])
+    with warnings.catch_warnings(), hw.watch(model) as heads:
+        if kind == "self":  # keys of the same tokens twice have no positions
+            warnings.simplefilter("ignore")
+        model(X, others)
+    assert {row["kind"] for row in heads.rows()} == {kind}
+    entropy = torch.special.entr(model.weights.double()).sum(-1).mean((0, 2))
+    assert [row["entropy"] for row in heads.rows()] == pytest.approx(entropy.tolist(), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("error")
+def test_concatenated_scores_of_parts_of_the_keys_are_self_attention():
+    class Parts(Attention):
+        def forward(self, x):
+            q, k, v = (split(each(x)) for each in (self.q, self.k, self.v))
+            self.weights = torch.cat([q @ part.mT for part in k.split(4, 2)], -1).softmax(-1)
+            return self.out(merge(self.weights @ v))
+
+    model = Parts()
+    with hw.watch(model) as heads:
+        model(X)
+    own = model.weights.diagonal(dim1=-2, dim2=-1).mean((0, 2))
+    assert [(row["kind"], row["self"]) for row in heads.rows()] == [
+        ("self", pytest.approx(value, rel=1e-4)) for value in own.tolist()
+    ]
 
 
 class Perceiver(nn.Module):

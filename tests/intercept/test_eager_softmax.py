@@ -131,10 +131,11 @@ def test_two_pending_softmaxes_keep_their_own_products():
     model, x, y = BothAttention(), torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     with hw.watch(model) as heads:
         model(x, y, torch.rand(2, 3, 5, 5) < 0.2)
-    (record,) = heads.records
-    entropy = torch.cat([torch.special.entr(weights).sum(-1).mean(-1) for weights in model.weights]).mean(0)
-    assert record.statistics["entropy"].count.tolist() == [4, 4, 4]
-    torch.testing.assert_close(record.statistics["entropy"].value.float(), entropy, rtol=1e-5, atol=1e-6)
+    assert [record.site.label for record in heads.records] == ["", "[1]"]
+    for record, weights in zip(heads.records, model.weights, strict=True):
+        entropy = torch.special.entr(weights).sum(-1).mean(-1)
+        assert record.statistics["entropy"].count.tolist() == [2, 2, 2]
+        torch.testing.assert_close(record.statistics["entropy"].value.float(), entropy.mean(0), rtol=1e-5, atol=1e-6)
 
 
 def test_an_unreadable_softmax_is_named_next_to_a_readable_one():

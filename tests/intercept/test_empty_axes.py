@@ -55,3 +55,12 @@ def test_an_empty_batch_counts_as_no_sequence(attend):
     require_statistics(heads, [model[0].weights])
     (record,) = heads.records
     assert record.statistics["entropy"].count.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("attend", [sdpa, softmax, einsum])
+@pytest.mark.parametrize("shape", [(0, LENGTH, WIDTH), (2, 0, WIDTH)])
+@torch.no_grad()
+def test_a_gate_of_a_run_without_elements_has_no_effect(attend, shape):
+    model = model_with(attend, lambda attend, *qkv: attend(*qkv))
+    with hw.gate(model, {("0", 1): 0.0}):
+        assert model(torch.zeros(shape)).shape == shape

@@ -136,3 +136,73 @@ def test_a_module_that_is_called_again_stays_one_layer():
         model(torch.randn(2, 5, 24))
     assert [record.site.label for record in heads.records] == ["layer"]
     assert len(heads.rows()) == 3
+
+
+class BothAxes(nn.Module):
+    """One matrix of scores with a softmax over each of its axes, for two streams of tokens.
+
+    Args:
+        projects: how queries and keys are computed: by two maps, by one, or by none (then there is one head).
+        is_second_first: compute the softmax over the axis of the first stream first.
+    """
+
+    def __init__(self, projects, is_second_first):
+        super().__init__()
+        maps = [nn.Linear(24, 24) for _ in range(2)]
+        self.maps = nn.ModuleList({"two": maps, "one": maps[:1] * 2}.get(projects, ()))
+        self.values, self.outputs = (nn.ModuleList(nn.Linear(24, 24) for _ in range(2)) for _ in range(2))
+        self.heads, self.is_second_first = 3 if projects != "none" else 1, is_second_first
+
+    def split(self, x):
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def compared(self, *streams):
+        mapped = (
+            [each(x) for each, x in zip(self.maps, streams, strict=True)] if self.maps else [x / 3 for x in streams]
+        )
+        return map(self.split, mapped)
+
+    def forward(self, x, y):
+        one, other = self.compared(x, y)
+        v, w = (self.split(each(stream)) for each, stream in zip(self.values, (y, x), strict=True))
+        scores = torch.einsum("bhid,bhjd->bhij", one, other)
+
+        def over_others():
+            return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v)
+
+        def over_first():
+            return (
+                scores.mT.softmax(-1) @ w if self.heads == 1 else torch.einsum("bhij,bhid->bhjd", scores.softmax(2), w)
+            )
+
+        outputs = (over_first(), over_others()) if self.is_second_first else (over_others(), over_first())
+        outputs = outputs[::-1] if self.is_second_first else outputs
+        return [each(out.transpose(1, 2).flatten(2)) for each, out in zip(self.outputs, outputs, strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
+@pytest.mark.parametrize("is_second_first", [False, True])
+@pytest.mark.parametrize("projects", ["two", "one", "none"])
+@pytest.mark.parametrize("length", [7, 4])
+def test_softmaxes_over_both_axes_of_scores_are_two_layers(projects, is_second_first, length):
+    torch.manual_seed(2)
+    model, x, y = BothAxes(projects, is_second_first), torch.randn(2, 7, 24), torch.randn(2, length, 24)
+    with hw.watch(model) as heads:
+        plain = model(x, y)
+    one, other = (part.double() for part in model.compared(x, y))
+    scores = torch.einsum("bhid,bhjd->bhij", one, other).exp()
+    weights = [scores / scores.sum(-1, keepdim=True), (scores / scores.sum(2, keepdim=True)).mT]
+    rows = iter(heads.rows())
+    of_parts = weights[::-1] if is_second_first else weights
+    for part, of_part in enumerate(of_parts):
+        for head in range(model.heads):
+            row, expected = next(rows), [statistics_of(each[head]) for each in of_part]
+            assert (row["module"], row["kind"]) == ("[1]" if part else "", "cross")
+            for name in ("entropy", "confidence", "received"):
+                assert row[name] == pytest.approx(sum(each[name] for each in expected) / 2, rel=1e-4), (part, name)
+    assert next(rows, None) is None
+    for part in range(2):
+        with hw.gate(model, {("[1]" if part else "", 0): 0.0}):
+            gated = model(x, y)
+        are_equal = [torch.equal(one, other) for one, other in zip(gated, plain, strict=True)]
+        assert are_equal == [(index == part) == is_second_first for index in range(2)]

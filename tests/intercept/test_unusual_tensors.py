@@ -189,6 +189,46 @@ def test_unusual_weights_do_not_disturb(changed):
     assert all(row["entropy"] > 0 for row in heads.rows())
 
 
+class Complex(nn.Module):
+    """Attention of complex numbers by the softmax of real parts or of absolute values."""
+
+    def __init__(self, scores, is_real):
+        super().__init__()
+        self.maps = nn.Parameter(torch.randn(4, WIDTH, WIDTH, dtype=torch.complex64) / 6)
+        self.scores, self.is_real = scores, is_real
+
+    def forward(self, x):
+        maps = [(x + 0j) @ each for each in self.maps[:3]]
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in maps)
+        self.weights = self.scores(q @ k.mH).softmax(-1)
+        out = self.weights @ v.real + 0j if self.is_real else self.weights.to(v.dtype) @ v
+        return out.transpose(1, 2).flatten(2) @ self.maps[3]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scores", [torch.real, torch.abs])
+def test_complex_outputs_of_heads_are_named(scores):
+    match = "attention of these modules is left out, since its outputs are complex numbers"
+    with pytest.raises(hw.InputError, match=match), hw.watch(model := Complex(scores, is_real=False)):
+        model(X)
+    with pytest.raises(hw.InputError, match=match), hw.gate(model, {("", 1): 0.0}):
+        model(X)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
+def test_real_values_of_complex_queries_and_keys_are_observed_and_gated():
+    model = Complex(torch.real, is_real=True)
+    with hw.watch(model) as heads:
+        model(X)
+    entropy = torch.special.entr(model.weights.double()).sum(-1).mean((0, 2))
+    assert [row["entropy"] for row in heads.rows()] == pytest.approx(entropy.tolist(), rel=1e-4)
+    with hw.gate(model, {("", 1): 0.0}):
+        gated = model(X)
+    model.maps[3, 11:22] = 0
+    torch.testing.assert_close(gated, model(X))
+
+
 @pytest.fixture
 def mesh(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -195,6 +195,7 @@ class GateInterceptor(Interceptor):
         self.gates, self._groups, self._positions = gates, groups, positions
         self._ran = False
         self._unreadable: set[str] = set()
+        self._empty: set[str] = set()
         self._layer_of_site: dict[SiteKey, int | None] = {}  # the model's own numbers
         self._label_of_layer: dict[int, str] = {}
         self._parts = QueryParts()
@@ -218,6 +219,10 @@ class GateInterceptor(Interceptor):
         if is_first and any(self._gates_of(label) for label in self.gates if SiteKey.path_of(label) == path):
             raise InputError("values", expected="modules whose attention can be changed", got=f"{reason}: {path}")
 
+    def on_empty(self, path: str) -> None:
+        """Record that the module at `path` attended without elements, so that gates have nothing to change."""
+        self._empty.add(path)
+
     def change(self, call: Call) -> Change | None:
         """Return the function that changes the head outputs of an attention call, by the gates of the module that made
         the call. Return None if the module has no gates.
@@ -230,7 +235,8 @@ class GateInterceptor(Interceptor):
             real = call.real_queries
             follows_padding = real is not None and bool((real[:, 1:] & ~real[:, :-1]).any())
             # Positions of queries would be others than those that the user means.
-            if is_part or follows_padding or (tokens is not None and tokens.has_reordered_queries):
+            is_moved = call.sources.are_moved or (tokens is not None and tokens.has_reordered_queries)
+            if is_part or follows_padding or is_moved:
                 expected = "attention calls with all queries in the order of tokens"
                 got = f"parts or another order of them in {call.site.label}"
                 raise InputError("positions", expected=expected, got=got)
@@ -320,9 +326,9 @@ class GateInterceptor(Interceptor):
         intercepted = {site.label for site in self._layer_of_site}
         for label, gates in self.gates.items():
             is_missing = any(gate.layer is None or gate.layer not in self._label_of_layer for gate in gates)
-            if is_missing and label not in intercepted:
+            if is_missing and label not in intercepted and SiteKey.path_of(label) not in self._empty:
                 raise InputError("values", expected="modules in which attention is seen", got=f"none in {label}")
-        seen = [*(site.path for site in self._layer_of_site), *self._unreadable]
+        seen = [*(site.path for site in self._layer_of_site), *self._unreadable, *self._empty]
         for path in stated:
             if not any(path == other or is_inside(other, path) for other in seen):
                 raise InputError("sites", expected="modules in which attention is seen", got=f"none in {path}")

@@ -449,7 +449,7 @@ class Viewer(SiteRegistry):
             fitting = [
                 index
                 for index, ids in texts.items()
-                if ids is not None and call.tokens is not None and torch.equal(ids.cpu(), call.tokens.cpu())
+                if ids is not None and call.tokens.ids is not None and torch.equal(ids.cpu(), call.tokens.ids.cpu())
             ]
         return (fitting[0], fitting[0]) if len(fitting) == 1 else None
 

@@ -128,10 +128,11 @@ class AttentionOutput:
             innermost.interceptor.on_projected(innermost.path, weights)
 
     def on_overwritten(self, tensor: Tensor) -> None:
-        """Record that the model overwrites `tensor` in place. This matters only if the attention output has the same
-        memory.
+        """Record that the model overwrites `tensor` in place. This matters only if the attention output, its weights or
+        its values have the same memory.
         """
-        self._is_overwritten |= self._tensor is not None and share_memory(tensor, self._tensor)
+        read = [] if self._source is None or self._tensor is None else [self._tensor, *self._source.tensors]
+        self._is_overwritten |= any(share_memory(tensor, each) for each in read)
 
     @property
     def may_be_one_head(self) -> bool:

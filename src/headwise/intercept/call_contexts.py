@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.intercept.call_tokens import TOKENS_UNKNOWN
 from headwise.intercept.documents import first_tokens_of_documents, ids_by_document
 from headwise.intercept.hidden_keys import shaped_as_padding, without_unselected
 from headwise.intercept.interceptor import Call, SiteKey
@@ -153,7 +154,7 @@ class CallContexts(threading.local):
         if not grid.uses_default_positions:
             return self._read_with_positions(call, memory)
         if are_new and not self._stated.by_path:  # the result depends on nothing else of this layer
-            inputs = (received, facts, call.tokens, call.padding, grid, call.appended_keys)
+            inputs = (received, facts, *call.tokens, call.padding, grid, call.appended_keys)
             located = self._model_call.results.of(
                 lambda: self._located(call, received, facts, None), "located", *inputs
             )
@@ -171,8 +172,11 @@ class CallContexts(threading.local):
         remembered = replace(history, has_documents=True) if located.has_documents else history
         self._memories[call.site, call.index] = SiteMemory.of(grid, call.keys, remembered, dropped, given)
         self._add_stream(call, real, history, continuation is not None, context.query_positions)
-        lacks_rows = located.lacks_sequences or not real.is_known
-        return ObservedCall(context, continuation is not None, dropped, lacks_rows=lacks_rows)
+        lacks_rows, lacks_tokens = located.lacks_sequences or not real.is_known, call.tokens.are_unknown
+        if lacks_tokens:
+            self._on_left_out(call.site.path, TOKENS_UNKNOWN)
+        continues = continuation is not None
+        return ObservedCall(context, continues, dropped, lacks_rows=lacks_rows, lacks_tokens=lacks_tokens)
 
     def _located(
         self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None, memory: SiteMemory | None
@@ -189,11 +193,11 @@ class CallContexts(threading.local):
         stated = self._stated.of_call(call.site.path, grid, before.dropped + first)
         real = self._model_call.results.of(
             lambda: self._real_tokens(call, received, facts, before.dropped, first, stated),
-            *("real", facts, received, call.padding, grid, before.dropped, first, stated),
+            *("real", facts, received, call.padding, call.tokens.are_moved, grid, before.dropped, first, stated),
         )
         history = self._model_call.results.of(
             lambda: self._history(call, before, first, real.keys),
-            *("history", before.history, before.dropped, first, call.tokens, real.keys, grid),
+            *("history", before.history, before.dropped, first, call.tokens.ids, real.keys, grid),
         )
         context = self._model_call.results.of(
             lambda: self._context(call, received, facts, history, before.dropped, first, real.queries),
@@ -325,6 +329,8 @@ class CallContexts(threading.local):
             return RealTokens(both(stated, sees_any), both(stated, real.keys))
         if call.padding is None or len(call.padding) != grid.batch or bool((call.padding == 1).all()):
             return real
+        if call.tokens.are_moved:
+            return real._replace(is_known=real.queries is not None)
         argument = argument_of_keys(call.padding, dropped, first, grid.queries)
         if argument is None:
             return real._replace(is_known=real.queries is not None)
@@ -341,7 +347,7 @@ class CallContexts(threading.local):
         """Return the tokens of each sequence up to the end of a self-attention call: those from before the call, and
         the tokens of its queries.
         """
-        grid, tokens = call.grid, call.tokens
+        grid, tokens = call.grid, call.tokens.ids
         history = before.history
         if not history.length and first:
             history = History(first, None, None)  # cached by a call that was not observed

@@ -17,6 +17,7 @@ from headwise.intercept.accelerated_modules import OWN_BACKEND, accelerated_modu
 from headwise.intercept.attention_kind import attends_to_earlier_calls
 from headwise.intercept.call_site import site_of_call
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.call_tokens import CallTokens
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
@@ -268,8 +269,17 @@ def handlers_of_call(
         nested = [other for other in module_calls if other.interceptor is interceptor]
         for other in nested:
             other.projected.clear()
+        argument, padding = tokens_and_padding(nested)
+        tokens = CallTokens(argument)
+        if origins is not None:
+            with call_stack.paused():
+                sizes = (grid.batch, grid.queries) if packed is None or argument is None else argument.shape[:2]
+                tokens = call_stack.lineage.tokens_of_call(argument, origins.q, (sizes[0], sizes[1]), module_calls)
         if planned is None:
             site = site_of_call(module_call, grid, origins)
+            has_argument = tokens.ids is argument and not tokens.are_unknown and not tokens.are_moved
+            if not has_argument or not call_stack.lineage.ids.are_of_arguments:
+                must_trace(module_calls)
             if step is not None:
                 with call_stack.paused():
                     _record(step, module_call, site, grid, sources, origins)
@@ -279,9 +289,8 @@ def handlers_of_call(
             for weights in planned.weights:
                 alive = [weight for reference in weights if (weight := reference()) is not None]
                 interceptor.on_projected(module_call.path, alive)
-        tokens, padding = tokens_and_padding(nested)
         if packed is not None:  # the arguments of the modules have the layout of the packed tokens
-            tokens, padding = packed.token_ids(tokens), None
+            tokens, padding = tokens._replace(ids=packed.token_ids(tokens.ids)), None
         call = Call(
             site,
             layer_number_of(module_call.module),
@@ -339,7 +348,7 @@ def _input_sources(origins: CallOrigins | None) -> InputSources:
     is_recurrent = attends_to_earlier_calls(origins.q, origins.k, lineage)
     may_be_cached = is_recurrent or bool(of_keys_only & (lineage.outside | lineage.given))
     of_queries, of_keys = (0 if each is None else lineage.content(each) & ~lineage.state for each in tensors)
-    return InputSources(of_queries, of_keys, may_be_cached, is_recurrent, origins.tokens)
+    return InputSources(of_queries, of_keys, may_be_cached, is_recurrent, origins.tokens, origins.are_moved)
 
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.intercept.function_call import FunctionCall
+
 BMM = torch.bmm
 """Torch's own function, also while another one replaces it."""
 
@@ -50,6 +52,10 @@ class Contraction(NamedTuple):
         """Return the labels (names as in Einstein notation) of the axes of `tensor`, one of the multiplied tensors."""
         return next(labels for operand, labels in zip(self.operands, self.labels, strict=True) if operand is tensor)
 
+    def multiplies(self, tensor: Tensor) -> bool:
+        """Return True if `tensor` is one of the multiplied tensors."""
+        return any(operand is tensor for operand in self.operands)
+
     @property
     def summed(self) -> set[Label | None]:
         """Labels (names as in Einstein notation) of the axes over which the products are summed."""
@@ -87,6 +93,19 @@ def contraction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: di
     elif function not in MATMULS:
         return None
     return _matmul(*operands[:2]) if len(operands) > 1 else None
+
+
+def adds_to_product(call: FunctionCall) -> bool:
+    """Return True if a call of one of the functions in `PRODUCTS` adds another tensor to the product, such as a bias,
+    or multiplies it by a factor.
+    """
+    function, kwargs = call.function, call.kwargs
+    if function in ADDED_PRODUCTS:
+        added = call.tensors[0]
+        is_written = "out" in kwargs or function.__name__.endswith("_") or added.is_meta
+        adds = kwargs.get("beta", 1) != 0 and (is_written or bool((added != 0).any()))
+        return adds or kwargs.get("alpha", 1) != 1
+    return (function is F.linear or function in CONVOLUTIONS) and len(call.tensors) > 2
 
 
 def _matmul(left: Tensor, right: Tensor) -> Contraction | None:

@@ -19,23 +19,44 @@ from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import axes_of
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.call_stack import call_stack
-from headwise.intercept.contractions import PRODUCTS, Contraction, Label, contraction_of
+from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
+from headwise.intercept.contractions import PRODUCTS, Contraction, Label, adds_to_product, contraction_of
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
-from headwise.intercept.module_call import ModuleCall, innermost_calls, must_trace, report_unreadable
-from headwise.intercept.origin import CallOrigins
+from headwise.intercept.interceptor import Interceptor
+from headwise.intercept.module_call import (
+    ModuleCall,
+    innermost_calls,
+    must_trace,
+    report_empty,
+    report_unreadable,
+)
+from headwise.intercept.origin import CallOrigins, Origin
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
-from headwise.intercept.refusals import NOT_AVERAGES, NOT_OVER_KEYS, NOT_SEEN, WEIGHTS_IN_PARTS
+from headwise.intercept.refusals import (
+    ADDED_TENSOR,
+    CHANGED_IN_PLACE,
+    COMPLEX,
+    KEYS_MOVED,
+    NOT_AVERAGES,
+    NOT_OVER_KEYS,
+    NOT_SEEN,
+    WEIGHTS_IN_PARTS,
+)
+from headwise.intercept.score_places import Order, Places, order_along, places_of
 from headwise.intercept.score_products import (
+    ComparedAxes,
+    compared_axes,
     compares_activations,
     may_be_masked,
-    tokens_of_scores,
     with_learned_query,
 )
 from headwise.intercept.scores_behind_weights import unshifted
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
+from headwise.intercept.site_parts import OTHER_AXIS
 from headwise.intercept.softmax_weights import (
+    KeptScores,
     Softmax,
     Weights,
     average_keys,
@@ -62,6 +83,7 @@ def on_softmax(
     scores: Tensor,
     result: Tensor,
     dim: Any,
+    kept: Tensor | None = None,
     *,
     is_attention: bool = False,
     numbers: Tensor | None = None,
@@ -75,6 +97,7 @@ def on_softmax(
         scores: argument of the softmax.
         result: its result.
         dim: axis of the softmax.
+        kept: copy of the scores, if the softmax has overwritten them.
         is_attention: True if the scores are known to be products of queries and keys.
         numbers: the scores whose softmax is `result`, if these were computed from `scores`; by default `scores`.
         is_written: True if the model wrote the softmax as an exponential and a sum. It is then ignored if the model
@@ -83,7 +106,10 @@ def on_softmax(
     module_calls = call_stack.module_calls[:]
     if isinstance(module_calls[-1].module, nn.Softmax):  # the module around it attends
         module_calls.pop()
-    if not isinstance(dim, int) or not module_calls or result.ndim < 2 or not result.numel():
+    if not isinstance(dim, int) or not module_calls or result.ndim < 2:
+        return
+    if not result.numel():
+        report_empty(module_calls)
         return
     dim %= result.ndim
     is_comparison = is_attention or compares_activations(scores, dim)
@@ -93,15 +119,38 @@ def on_softmax(
     if call_stack.reports_unreadable(scores):
         return
     report_established()
-    origin = with_learned_query(scores, call_stack.origin_of_scores(scores))
-    tokens = tokens_of_scores(scores, dim)
+    compared = compared_axes(scores, dim)
+    origin = _with_keys_last(with_learned_query(scores, call_stack.origin_of_scores(scores)), compared, module_calls)
     is_masked = may_be_masked(scores)
     softmax = Softmax(
-        dim, result.numel(), module_calls, origin, is_comparison, tokens, is_masked, is_written=is_written
+        dim, result.numel(), module_calls, origin, is_comparison, compared, is_masked, is_written=is_written
     )
     call_stack.attention.softmaxes.append(softmax)
-    detached = (scores if numbers is None else numbers).detach()
-    record_weights(result, Weights(softmax, axes_of(result.shape), lambda: detached))
+    if result is scores:
+        call_stack.attention.scores.discard(scores)
+    numbers = kept if numbers is None else numbers
+    record_weights(result, Weights(softmax, axes_of(result.shape), KeptScores(scores if numbers is None else numbers)))
+
+
+def _with_keys_last(origin: Origin, compared: ComparedAxes | None, module_calls: list[ModuleCall]) -> Origin:
+    """Return the `origin` of the scores of a softmax, with the keys as the second factor of their product. If the
+    module has computed a softmax over the other axis of the same product, the two softmaxes are different layers of the
+    module, so the queries of the second one get other names of weights.
+    """
+    if compared is None:
+        return origin
+    if compared.is_key_first:
+        origin = origin._replace(factors=tuple((right, left) for left, right in origin.factors))
+    for other in call_stack.attention.softmaxes:
+        others = other.compared
+        is_other_axis = others is not None and others.product == compared.product and others.key != compared.key
+        if is_other_axis and other.module_calls[-1] is module_calls[-1]:
+            maps = [frozenset(("other axis", name) for name in left.maps) for left, _ in origin.factors]
+            factors = zip(maps, origin.factors, strict=True)
+            return origin._replace(
+                factors=tuple((q._replace(maps=names or OTHER_AXIS), k) for names, (q, k) in factors)
+            )
+    return origin
 
 
 def on_function(call: FunctionCall, result: Any) -> Any:
@@ -137,22 +186,36 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
     if weights is None:
         return result
     softmax, product = weights.softmax, None
-    if contraction is not None and len(contraction.operands) == 2:
+    if contraction is not None and len(contraction.operands) == 2 and contraction.multiplies(tensor):
         product = _Product.of(call, tensor, weights, contraction, result)
     if product is None:
         softmax.is_used = True
         return result
     softmax.products += not softmax.has_ended
-    if not softmax.compares_activations:
-        report_unreadable(softmax.module_calls, NOT_OVER_KEYS)
-        return result
-    if not average_keys(weights, tensor, product.key_axes[-1]):
-        report_unreadable(softmax.module_calls, NOT_AVERAGES)
+    reason = _why_left_out(product, result)
+    if reason is not None:
+        report_unreadable(softmax.module_calls, reason)
         return result
     output = AttentionOutput(product, result, product.axes, product.module_calls, product.origins)
     if not softmax.has_ended:
         _refuse_parts(softmax, tensor.numel(), output)
     return hold(output, result)
+
+
+def _why_left_out(product: "_Product", result: Tensor) -> str | None:
+    """Return the reason why a product of weights with values cannot be reported; None if there is none. `result` is the
+    tensor that the model's function returned.
+    """
+    weights = product.weights
+    if weights.kept.are_lost:
+        return CHANGED_IN_PLACE
+    if not weights.softmax.compares_activations:
+        return NOT_OVER_KEYS
+    if adds_to_product(product.call):
+        return ADDED_TENSOR
+    if result.is_complex():
+        return COMPLEX
+    return None if average_keys(weights, product.tensor, product.key_axes[-1]) else NOT_AVERAGES
 
 
 def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> None:
@@ -186,6 +249,8 @@ class _Product(AttentionSource):
         labels: labels of the axes of its result, with that of the keys in place of the queries.
         is_observed: False if the same weights were observed in an earlier product.
         appended_keys: number of keys at the end that stand for no token.
+        places: places of the weights along the axes of the product of queries and keys.
+        tokens_of_values: tokens of the values; None if they are unknown.
         received: the mask of the call, once it was read.
     """
 
@@ -203,6 +268,8 @@ class _Product(AttentionSource):
     labels: tuple[Label | None, ...]
     is_observed: bool
     appended_keys: int
+    places: dict[int, Places]
+    tokens_of_values: NumberedTokens | None
     received: ReceivedMask | None = None
 
     @property
@@ -247,9 +314,7 @@ class _Product(AttentionSource):
         if not {labels[axis] for axis in key_axes} <= set(value_axes):  # a sum of weights alone
             return None
         origins = call_stack.origins_of_product(weights.softmax.origin, values)
-        if weights.softmax.tokens is not None:
-            tokens_of_values = call_stack.lineage.tokens.along(contraction, values, labels[key_axes[-1]])
-            origins = origins._replace(tokens=weights.softmax.tokens._replace(values=tokens_of_values))
+        tokens_of_values = call_stack.lineage.tokens.along(contraction, values, labels[key_axes[-1]])
         value_axis = contraction.result.index(value_labels[-1])
         queries = tuple(
             axis for axis, label in enumerate(contraction.result) if label in labels and label not in value_axes
@@ -268,7 +333,8 @@ class _Product(AttentionSource):
             labels[key_axes[0]] if axis in queries else label for axis, label in enumerate(contraction.result)
         )
         sources = origins, values, value_axes, in_values, is_observed, call_stack.appended_keys
-        return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, *sources)
+        places = places_of(tensor), tokens_of_values
+        return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, *sources, *places)
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
         """Report the attention call to the interceptors of the model. `layout` states which of its axes are the heads.
@@ -284,11 +350,46 @@ class _Product(AttentionSource):
             value_dim,
             self.module_calls,
             MaskSource(lambda: self._received(layout)),
-            origins=self.origins,
+            origins=self._origins_in_order(layout),
             is_observed=self.is_observed,
             keys=self._values_of_keys(layout, FINGERPRINT_WIDTH),
             appended_keys=self.appended_keys,
         )
+
+    def _origins_in_order(self, layout: HeadLayout) -> CallOrigins:
+        """Return the sources of the call, with the tokens of its queries and keys in the order in which the weights
+        have them, after functions that moved them to other places.
+        """
+        compared = self.weights.softmax.compared
+        if compared is None or self.tensor.is_meta or not self.tensor.numel():
+            return self.origins
+        rows = [self.order[axis - (axis > self.axes.value)] for axis in layout.query_axes]
+        query_axes = [axis for axis in rows if axis is not None]
+        compared_queries = {axis for each in query_axes for axis in self._compared_in(each)} - {compared.key}
+        others = [axis for axis in range(self.tensor.ndim) if self._compared_in(axis) - {compared.key}]
+        keys = order_along(self.places.get(compared.key), self.key_axes, others)
+        queries = [order_along(self.places.get(axis), query_axes, self.key_axes) for axis in compared_queries]
+        if not keys.is_common:
+            for innermost in innermost_calls(self.module_calls):
+                if type(innermost.interceptor).observe is not Interceptor.observe:
+                    innermost.interceptor.on_unreadable(innermost.path, KEYS_MOVED)
+        are_moved = any(each.places is not None or not each.is_known for each in (keys, *queries))
+        if not queries and prod(self.tensor.shape[axis] for axis in query_axes) > 1:  # computed one after the other
+            are_moved = True
+        if compared.tokens is None or len(queries) > 1:
+            return self.origins._replace(are_moved=are_moved)
+        of_queries = (queries[0] if queries else Order()).of(compared.tokens.queries)
+        of_keys = keys.of(compared.tokens.keys)
+        if of_queries is None or of_keys is None:
+            return self.origins._replace(are_moved=True)
+        if of_keys.numbers.shape[-1] != prod(self.tensor.shape[axis] for axis in self.key_axes):
+            return self.origins
+        return self.origins._replace(tokens=ComparedTokens(of_queries, of_keys, self.tokens_of_values))
+
+    def _compared_in(self, axis: int) -> set[int]:
+        """Return the axes of the product of queries and keys that are in an axis of the weights."""
+        of_scores = self.weights.softmax.compared.of_scores
+        return {each for factor in self.weights.axes[axis] if factor.axis >= 0 for each in of_scores[factor.axis]}
 
     def _values_of_keys(
         self, layout: HeadLayout, width: int | None = None

@@ -27,6 +27,7 @@ _NAMES = frozenset(
     for start, end in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
 ).union(
     ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize", "softmax", "log_softmax"),
+    ("special_softmax", "special_log_softmax", "_softmax", "softmin"),
     ("quantize_per_tensor", "quantize_per_channel", "quantize_per_tensor_dynamic", "dequantize"),
     DROPOUT_NAMES,
 )

@@ -52,7 +52,8 @@ class FunctionCall:
         function: the function.
         args: arguments by position.
         kwargs: arguments by name.
-        tensors: the tensors among the arguments, also those in lists, tuples and dicts, by position first.
+        tensors: the tensors that the function reads: those among the arguments, also in lists, tuples and dicts, by
+            position first. The tensor `out` is only written to.
     """
 
     function: Callable[..., Any]
@@ -61,7 +62,10 @@ class FunctionCall:
     tensors: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tensors = tensors_among((*self.args, *self.kwargs.values()))
+        read = self.kwargs
+        if "out" in read:
+            read = {name: value for name, value in read.items() if name != "out"}
+        self.tensors = tensors_among((*self.args, *read.values()))
 
     def replaced(self, before: Any, after: Any) -> "FunctionCall":
         """Return the same call with the object `after` in place of the argument `before`, also inside lists, tuples and

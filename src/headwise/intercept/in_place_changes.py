@@ -4,6 +4,17 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from headwise.intercept.function_call import FunctionCall, tensors_among
+from headwise.intercept.undropped import DROPOUT_NAMES
+
+_OPERATORS = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
+"""Names of the methods for operators such as `+=`."""
+
+_WITHOUT_WRITING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
+"""Names of methods that end like those that overwrite a tensor, but change no element."""
+
 
 def version_of(tensor: Tensor) -> int | None:
     """Return torch's count of the in-place changes of a tensor. Return None for tensors made in inference mode, which
@@ -33,3 +44,25 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     if one is other or not type(one) is type(other) is Tensor or one.is_nested or one.is_sparse:
         return one is other
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def overwritten_tensors(call: FunctionCall) -> list[Tensor]:
+    """Return the tensors that a function call overwrites in place, such as the argument of `add_`, the tensor `out`, or
+    the list of a function such as `_foreach_mul_`.
+    """
+    name = getattr(call.function, "__name__", "")
+    if "out" in call.kwargs:
+        return tensors_among((call.kwargs["out"],))
+    if name.startswith("_foreach_"):
+        return tensors_among(call.args[:1]) if name.endswith("_") else []
+    if name in DROPOUT_NAMES and not call.kwargs.get("training", True):
+        return []
+    is_method = name.endswith("_") and not name.startswith("_") and name not in _WITHOUT_WRITING
+    if is_method or name in _OPERATORS or name == "__setitem__" or call.kwargs.get("inplace"):
+        return call.tensors[:1]
+    return []
+
+
+def overwritten_tensor(call: FunctionCall) -> Tensor | None:
+    """Return the first tensor that a function call overwrites in place; None if it overwrites none."""
+    return next(iter(overwritten_tensors(call)), None)

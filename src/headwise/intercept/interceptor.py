@@ -11,6 +11,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
+from headwise.intercept.call_tokens import CallTokens
 from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.shapes import Bool, Float
@@ -56,6 +57,8 @@ class InputSources(NamedTuple):
             they contain keys of earlier calls.
         is_recurrent: True if the keys contain those of earlier calls in the same call of the model.
         tokens: tokens of the queries, keys and values; None if they are unknown.
+        are_moved: True if the model has moved queries or keys of the scores to other places, and their tokens there
+            are unknown.
     """
 
     of_queries: int = 0
@@ -63,6 +66,7 @@ class InputSources(NamedTuple):
     may_be_cached: bool = False
     is_recurrent: bool = False
     tokens: ComparedTokens | None = None
+    are_moved: bool = False
 
     @property
     def are_in_order(self) -> bool:
@@ -102,7 +106,7 @@ class Call:
         grid: size of the scores: batch, query heads, queries, keys.
         kv_heads: number of key/value heads.
         value_dim: features of a value; None where unknown.
-        tokens: token ids that the part of the model which attends was called with; None where it had none.
+        tokens: token ids that the part of the model which attends was called with, or those that it looked up.
         padding: mask `(batch, length)` of that part's input, True or 1 at tokens that are not padding; None without.
         mask_source: the mask that this attention call received; `mask` reads it.
         is_recomputation: True if a backward pass repeats the call (activation checkpointing). The interceptor's changes
@@ -124,7 +128,7 @@ class Call:
     grid: Grid
     kv_heads: int
     value_dim: int | None
-    tokens: Tensor | None
+    tokens: CallTokens
     padding: Tensor | None
     mask_source: MaskSource = NO_MASK_SOURCE
     is_recomputation: bool = False
@@ -226,6 +230,11 @@ class Interceptor:
         """Method that is called if the module at `path` computes something like attention that cannot be observed or
         changed. It is also called if attention was reported already, and the model then uses its output in a way that
         contradicts the report. `reason` is the start of a sentence that ends with module paths. By default the method
+        does nothing.
+        """
+
+    def on_empty(self, path: str) -> None:
+        """Method that is called if the module at `path` attends without elements, as for an empty batch. By default it
         does nothing.
         """
 

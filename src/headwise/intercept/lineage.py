@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.intercept.call_tokens import CallTokens
 from headwise.intercept.function_call import FunctionCall, tensors_among
+from headwise.intercept.looked_up_ids import INTEGERS, LookedUpIds
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins, Origin, union_of
 from headwise.intercept.source_rules import (
@@ -40,7 +42,9 @@ class Lineage:
         self_attention_keys: weights that computed the keys of self-attention, with the contents of these keys, so that
             layers may share them.
         recurrent_keys: those of them that contain keys of earlier calls.
+        reorderings: those of them that contain all sequences or their tokens in another order.
         tokens: numbers of the tokens in the tensors.
+        ids: token ids that the model looks up.
     """
 
     def __init__(self) -> None:
@@ -59,11 +63,11 @@ class Lineage:
         self._names: dict[int, Hashable] = {}
         self._maps_before: dict[int, frozenset[Hashable]] = {}
         self.state = self.mixing = self.outside = 0
-        self.concatenations = self.selections = self.weighted = 0
+        self.concatenations = self.selections = self.reorderings = self.weighted = 0
         self.placed = self._state_bit("placed")
         self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
         self.recurrent_keys: set[tuple[frozenset[Hashable], int]] = set()
-        self.tokens = TokenNumbers()
+        self.tokens, self.ids = TokenNumbers(), LookedUpIds()
         self.given = union_of(self.origin(tensor, ()) for tensor in tensors_among(given)).sources
         self.outside = 0
 
@@ -85,18 +89,56 @@ class Lineage:
         origins = [self._origins.get(tensor) or self.origin(tensor, module_calls) for tensor in tensors]
         joins_features = function in CONCATENATIONS and len({each.shape[:-1] for each in (*tensors, *results)}) == 1
         origin = self._union(tensors, origins) if joins_features else self._of_result(function, tensors, origins)
+        if joins_features:  # or the keys of scores
+            origin = origin._replace(factors=self._joined_factors(origins) or origin.factors)
         if function in SELECTIONS:
             arguments = (*call.args, *call.kwargs.values())
             selection = (function, *map(_key_of, arguments[1:]))
             for index, tensor in enumerate(results):
                 is_selected = _selects_tokens(function, arguments, tensor)
-                self.set(tensor, self._selected(origin, origins[0], (index, *selection)) if is_selected else origin)
+                after = self._selected(origin, origins[0], (index, *selection)) if is_selected else origin
+                self.set(tensor, after)
+                is_of_sequences = tensors[0].is_floating_point() and tensors[0].ndim == tensor.ndim > 2
+                if is_selected and is_of_sequences and tensors[0].numel() == tensor.numel():
+                    self.reorderings |= after.joined & ~origin.joined
         else:
             for tensor in results:
                 self.set(tensor, origin)
-        if tensors and written is tensors[0] and written._base is not None:  # possibly a write to a part of a tensor
+        is_written = "out" in call.kwargs or (tensors and written is tensors[0])
+        if is_written and written._base is not None:  # possibly a write to a part of a tensor
             base = written._base
-            self.set(base, union_of((self.origin(base, module_calls), origin)))
+            self.set(base, self._written([self.origin(base, module_calls), origin]))
+
+    def record_ids(self, call: FunctionCall, result: Any, module_calls: Sequence[ModuleCall]) -> None:
+        """Record the token ids that a function call looks up in a table, as a further source of its `result`."""
+        integers = [tensor for tensor in call.tensors if tensor.dtype in INTEGERS]
+        if not integers:
+            return
+
+        def is_table(tensor: Tensor) -> bool:
+            return not self.origin(tensor, module_calls).sources & ~self.state
+
+        def mark(tensor: Tensor, source: Hashable) -> int:
+            bit, origin = self._bit(source), self.origin(tensor, module_calls)
+            self.set(tensor, origin._replace(joined=origin.joined | bit))
+            return bit
+
+        self.ids.record(call, integers, result, module_calls, is_table, mark)
+
+    def tokens_of_call(
+        self, argument: Tensor | None, query: Origin, sizes: tuple[int, int], module_calls: Sequence[ModuleCall]
+    ) -> CallTokens:
+        """Return the token ids of an attention call with queries of the origin `query`.
+
+        Args:
+            argument: ids that the model around the attention was called with; None if there were none.
+            query: origin of the queries.
+            sizes: number of sequences, and of queries.
+            module_calls: the running modules.
+        """
+        given = 0 if argument is None else self.origin(argument, module_calls).sources & ~self.state
+        content = self.content(query) & ~self.state if query.sources else None
+        return self.ids.of_call(argument, content, sizes, given, self.reorderings)
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[ModuleCall]) -> None:
         """Record the origin (sources) of a module's `output` if it is unknown, as when a library other than torch
@@ -146,6 +188,11 @@ class Lineage:
         """
         is_known = self.is_known(tensor) or self._origins_before.get(tensor) is not None
         return not is_known and not isinstance(tensor, nn.Parameter) and _name_in(module_calls, tensor) is None
+
+    def discard(self, tensor: Tensor) -> None:
+        """Discard the origin and the token numbers of a tensor, since the model replaces its content."""
+        self._origins.discard(tensor)
+        self.tokens.discard(tensor)
 
     def set(self, tensor: Tensor, origin: Origin) -> None:
         """Store the origin (sources) of a tensor. The entry disappears when the tensor no longer exists."""
@@ -249,8 +296,14 @@ class Lineage:
         same dtype.
         """
         is_content = [tensor.is_floating_point() or tensor.dtype == tensors[0].dtype for tensor in tensors]
-        origin = union_of(origin for origin, counts in zip(origins, is_content, strict=True) if counts)
+        origin = self._written([origin for origin, counts in zip(origins, is_content, strict=True) if counts])
         return origin._replace(joined=origin.joined | self.placed)
+
+    def _written(self, origins: list[Origin]) -> Origin:
+        """Return the origin (sources) of a tensor into parts of which others were written. All have these origins."""
+        union = union_of(origins)
+        factors = self._joined_factors(list(dict.fromkeys(each for each in origins if each.factors)))
+        return union._replace(factors=factors) if factors else union
 
     def _concatenated(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
         """Return the origin (sources) of concatenated tensors; empty tensors have none. If the tensors have different
@@ -259,12 +312,28 @@ class Lineage:
         tensor may be cached unless the previous call of the model computed it by weights that compute none of the
         concatenated tensors.
         """
-        origins = [origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()]
+        return self._joined([origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()])
+
+    def _joined(self, origins: list[Origin]) -> Origin:
+        """Return the origin (sources) of the concatenation of tensors with these origins."""
         union, maps = union_of(origins), {frozenset[Hashable](), *(origin.maps for origin in origins)}
         cached = sum(bit for bit in _bits_of(union.sources & self.outside) if self._maps_before.get(bit) in maps)
         of_projected = self._concatenation([origin.projected for origin in origins], cached)
         of_all = self._concatenation([origin.projected or origin.joined for origin in origins], cached)
-        return union._replace(projected=union.projected | of_projected, joined=union.joined | of_all)
+        factors = self._joined_factors(origins) or union.factors
+        return union._replace(projected=union.projected | of_projected, joined=union.joined | of_all, factors=factors)
+
+    def _joined_factors(self, origins: list[Origin]) -> tuple[tuple[Origin, Origin], ...]:
+        """Return the origins of the queries and keys of concatenated scores, whose keys are the concatenated keys.
+        Return an empty tuple if the tensors are not products of the same queries, or of the same keys.
+        """
+        pairs = [pair for origin in origins for pair in origin.factors]
+        if len(origins) < 2 or any(len(origin.factors) != 1 for origin in origins):
+            return ()
+        lefts, rights = [left for left, _ in pairs], [right for _, right in pairs]
+        if all(left == lefts[0] for left in lefts):
+            return ((lefts[0], self._joined(rights)),)
+        return ((self._joined(lefts), rights[0]),) if all(right == rights[0] for right in rights) else ()
 
     def _concatenation(self, contents: list[int], cached: int) -> int:
         """Return the bit that represents a concatenation of tensors with the sources `contents`. Return 0 if the

@@ -79,6 +79,12 @@ def report_unreadable(module_calls: Sequence[ModuleCall], reason: str) -> None:
         innermost.interceptor.on_unreadable(innermost.path, reason)
 
 
+def report_empty(module_calls: Iterable[ModuleCall]) -> None:
+    """Tell each interceptor that attention in its innermost running module has no elements, as for an empty batch."""
+    for innermost in innermost_calls(module_calls):
+        innermost.interceptor.on_empty(innermost.path)
+
+
 def must_trace(module_calls: Sequence[ModuleCall]) -> None:
     """Record that no plan can be made of the running call of the model, so that later calls are traced as well."""
     if module_calls and module_calls[0].recording is not None:
@@ -107,7 +113,7 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
     padding: Tensor | None = None
     ids: Tensor | None = None
     for module_call in reversed(module_calls):
-        arguments = _named_arguments(module_call.arguments)
+        arguments = named_arguments(module_call.arguments)
         tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if ids is not None and tokens is not ids:
             break
@@ -126,7 +132,7 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
     return ids if ids is not None and ids.ndim == 2 else None, padding
 
 
-def _named_arguments(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+def named_arguments(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a module call by name. If an argument is a dict, as in `model({"input_ids": ...})`, its
     entries are included as arguments; a direct argument of the same name takes precedence.
     """

@@ -15,6 +15,7 @@ class ObservedCall(NamedTuple):
         first_token: number of the token of the first key, counted from the start of its sequence.
         lacks_positions: True if the positions of the queries among the keys could not be established.
         lacks_rows: True if it is unknown which sequences the call belongs to, or which of its queries are padding.
+        lacks_tokens: True if it is unknown which token ids the queries have.
     """
 
     context: CallContext
@@ -22,3 +23,4 @@ class ObservedCall(NamedTuple):
     first_token: int = 0
     lacks_positions: bool = False
     lacks_rows: bool = False
+    lacks_tokens: bool = False

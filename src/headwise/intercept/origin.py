@@ -42,12 +42,15 @@ class CallOrigins(NamedTuple):
         k: origin of the keys; None if it is unknown.
         v: origin of the values.
         tokens: tokens of the queries, keys and values; None if they are unknown.
+        are_moved: True if the model has moved queries or keys of the scores to other places, and their tokens there
+            are unknown.
     """
 
     q: Origin
     k: Origin | None
     v: Origin
     tokens: ComparedTokens | None = None
+    are_moved: bool = False
 
 
 NO_ORIGIN = Origin()

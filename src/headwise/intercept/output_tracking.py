@@ -14,6 +14,7 @@ from headwise.intercept.contractions import is_parameter
 from headwise.intercept.element_places import ASSIGNMENT, written_by
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout, merged_axis
+from headwise.intercept.in_place_changes import overwritten_tensor
 from headwise.intercept.joined_outputs import refuse_added, refuse_concatenated_heads
 from headwise.intercept.module_call import report_unreadable
 from headwise.intercept.origin import CallOrigins
@@ -28,7 +29,7 @@ from headwise.intercept.output_use import (
     may_contain_heads,
     may_hide_heads,
 )
-from headwise.intercept.overwritten_outputs import before_overwriting, overwritten_tensor
+from headwise.intercept.overwritten_outputs import before_overwriting
 from headwise.intercept.plans import Step
 from headwise.intercept.refusals import (
     HEADS_SEPARATE,

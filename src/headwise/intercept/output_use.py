@@ -279,9 +279,10 @@ def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]],
     repeated_call = call
     for tensor in others_scaled:
         repeated_call = repeated_call.replaced(tensor, tensor.detach() * -2)
-    difference = (repeated(repeated_call, scaled, scaled.detach() * -2, None) + 2 * result).nan_to_num()
-    tolerance = torch.finfo(result.dtype).eps ** 0.5
-    return bool(difference.abs().amax() <= tolerance * result.nan_to_num().abs().amax())
+    result = result.detach()
+    difference = repeated(repeated_call, scaled, scaled.detach() * -2, None) + 2 * result
+    largest, most = (each.abs().nan_to_num().amax() for each in (difference, result))
+    return bool(largest <= torch.finfo(result.dtype).eps ** 0.5 * most)
 
 
 def _depends_on(other: Tensor, tensor: Tensor, output: AttentionOutput) -> bool:

@@ -5,22 +5,11 @@ A model keeps a tensor that it overwrites, so an interceptor must change the ten
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.function_call import FunctionCall
-from headwise.intercept.in_place_changes import share_memory
+from headwise.intercept.in_place_changes import overwritten_tensor, share_memory
 from headwise.intercept.output_use import FollowedOutput
 from headwise.intercept.refusals import CHANGED_IN_PLACE, HEADS_UNKNOWN
-from headwise.intercept.undropped import DROPOUT_NAMES
-
-_OPERATORS = frozenset(
-    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-)
-"""Names of the methods for operators such as `+=`."""
-
-_WITHOUT_WRITING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
-"""Names of methods that end like those that overwrite a tensor, but change no element."""
 
 _RESHAPING = frozenset(
     {"transpose_", "t_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "resize_as_", "as_strided_"}
@@ -61,18 +50,3 @@ def _changed_already(each: FollowedOutput, followed: FollowedOutput) -> Followed
     same attention output as `followed`. Otherwise return it unchanged.
     """
     return replace(each, rearranged=None) if each.output is followed.output else each
-
-
-def overwritten_tensor(call: FunctionCall) -> Tensor | None:
-    """Return the tensor that a function call overwrites in place, such as the argument of `add_`; None if it overwrites
-    none.
-    """
-    name, out = getattr(call.function, "__name__", ""), call.kwargs.get("out")
-    if isinstance(out, Tensor):
-        return out
-    if name in DROPOUT_NAMES and not call.kwargs.get("training", True):
-        return None
-    is_method = name.endswith("_") and not name.startswith("_") and name not in _WITHOUT_WRITING
-    if is_method or name in _OPERATORS or name == "__setitem__" or call.kwargs.get("inplace"):
-        return call.tensors[0] if call.tensors else None
-    return None

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.interceptor import Call
 from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.received_mask import ReceivedMask
@@ -42,8 +43,10 @@ def own_key_of_first_query(
     mask the last key belongs to the last query. It is established if the keys in front of it are those of an earlier
     call, or if a cache or a position that the model was called with has the same length.
 
-    With as many keys as queries, it cannot be established if these are known to be other tokens, or the same in another
-    order. If queries are known to be some of the tokens of the keys, it is established if no later key is visible.
+    It cannot be established if the queries are known to be in another order than their tokens, or if the model has
+    moved queries or keys of the scores, and their tokens there are unknown. With as many keys as queries, it cannot be
+    established if these are known to be other tokens, or the same in another order. If queries are known to be some of
+    the tokens of the keys, it is established if no later key is visible.
 
     Args:
         call: the call.
@@ -55,10 +58,8 @@ def own_key_of_first_query(
     keys = call.grid.keys - call.appended_keys
     if received is not None and facts is None:
         keys = min(keys, received.grid.keys)
-    if queries > keys:
-        return None, None
     tokens = call.sources.tokens
-    if queries == keys and not call.is_aligned and tokens is not None and tokens.differ:
+    if queries > keys or call.sources.are_moved or (tokens is not None and _are_reordered(call, tokens, keys)):
         return None, None
     has_own_keys_only = queries == call.grid.keys - call.appended_keys
     own_key = None if tokens is None or has_own_keys_only else tokens.own_key_of_first_query()
@@ -84,6 +85,16 @@ def own_key_of_first_query(
         or _is_confirmed(call.module_arguments, first, queries, keys, call.layer)
     )
     return (first, continuation) if is_established else (None, None)
+
+
+def _are_reordered(call: Call, tokens: ComparedTokens, keys: int) -> bool:
+    """Return True if the queries are known to be in another order than their tokens, or are as many as the `keys`, but
+    known to be other tokens. Calls that state positions themselves are in order.
+    """
+    queries = call.grid.queries
+    has_own_axis = tokens.queries.numbers.shape[-1] == queries  # otherwise the queries of several heads share an axis
+    is_reordered = (has_own_axis and tokens.has_reordered_queries) or (queries == keys and tokens.differ)
+    return is_reordered and not call.is_aligned
 
 
 def _is_appended(call: Call, memory: SiteMemory | None, cached: int) -> bool:

@@ -70,11 +70,25 @@ ADDED = (
 )
 """Reason for outputs of several attention maps that share columns of the output projection."""
 
+ADDED_TENSOR = (
+    "attention of these modules is left out, since one function multiplies the weights with the values and adds "
+    "another tensor, so that the outputs of the heads are not known alone"
+)
+"""Reason for products such as `torch.baddbmm`."""
+
+COMPLEX = "attention of these modules is left out, since its outputs are complex numbers"
+"""Reason for attention with complex values."""
+
 WEIGHTS_IN_PARTS = (
     "attention of these modules is left out, since they multiply parts of the weights of one softmax with values one "
     "after the other"
 )
 """Reason for a softmax whose rows or keys have products of their own."""
+
+KEYS_MOVED = (
+    "attention of these modules is left out, since each query has its keys in another order, as after a sort of scores"
+)
+"""Reason for weights whose columns are no keys, but ranks of keys."""
 
 NEVER_CHANGED = (
     "outputs of the heads of these modules cannot be changed, since the model used them in a way that is not seen, as "

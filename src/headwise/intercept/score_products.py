@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.intercept.axes import VIEWS, Axes, axes_after, axes_of, other_axis
+from headwise.intercept.axes import VIEWS, Axes, Factor, axes_after, axes_of, other_axis
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
 from headwise.intercept.contractions import (
@@ -25,7 +25,8 @@ from headwise.intercept.contractions import (
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.in_place_changes import version_of
 from headwise.intercept.origin import Origin
-from headwise.intercept.softmax_weights import COPIES
+from headwise.intercept.score_places import number_places
+from headwise.intercept.softmax_weights import COPIES, weights_among
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 
 CONCATENATIONS: frozenset[Callable[..., Any]] = frozenset({torch.cat, torch.concat, torch.concatenate})
@@ -58,6 +59,8 @@ class _Scores(NamedTuple):
         tokens: tokens along each of these axes; None where they are unknown.
         may_be_masked: True if a function, such as a sum with a mask, may have hidden keys by large negative numbers.
         version: number of changes of the tensor in place, as torch counts them; None if unknown.
+        of_first: those of the compared axes that are in the first factor of the product.
+        product: identity of the product.
         factors: sources of a learned query and of the keys that it was multiplied with; None for two activations.
         exponents: scores of which the tensor is the exponential, perhaps with factors; None if there are none.
     """
@@ -67,8 +70,28 @@ class _Scores(NamedTuple):
     tokens: dict[int, NumberedTokens | None]
     may_be_masked: bool
     version: int | None
+    of_first: frozenset[int]
+    product: object
     factors: tuple[Origin, Origin] | None = None
     exponents: Tensor | None = None
+
+
+class ComparedAxes(NamedTuple):
+    """Axes of the product of queries and keys from which the scores of a softmax were computed.
+
+    Attributes:
+        of_scores: axes of the product that are in each axis of the scores.
+        key: axis of the keys in the product.
+        tokens: tokens of the queries and keys in the product; None if they are unknown.
+        is_key_first: True if the keys are the first factor of the product.
+        product: identity of the product.
+    """
+
+    of_scores: tuple[tuple[int, ...], ...]
+    key: int
+    tokens: ComparedTokens | None
+    is_key_first: bool
+    product: object
 
 
 def follow_scores(call: FunctionCall, result: Any) -> None:
@@ -93,9 +116,13 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
                 lineage, module_calls = call_stack.lineage, call_stack.module_calls
                 origins = [lineage.origin(operand, module_calls) for operand in contraction.operands]
                 factors = origins[0], origins[1]
-            axes = axes_of(result.shape)
-            scores = _Scores(axes, frozenset(tokens), tokens, is_masked, version_of(result), factors)
+            first = contraction.labels[call.function is Tensor.__rmatmul__]
+            of_first = frozenset(axis for axis in tokens if contraction.result[axis] in first)
+            versions = is_masked, version_of(result)
+            scores = _Scores(axes_of(result.shape), frozenset(tokens), tokens, *versions, of_first, object(), factors)
             call_stack.attention.scores.set(result, scores)
+            if result.numel() and not weights_among(call):
+                number_places(result, tokens)
             return
     for tensor in call.tensors if call_stack.attention.scores else ():
         followed: _Scores | None = call_stack.attention.scores.get(tensor)
@@ -194,19 +221,22 @@ def with_learned_query(scores: Tensor, origin: Origin) -> Origin:
     return origin._replace(factors=(followed.factors,))
 
 
-def tokens_of_scores(scores: Tensor, dim: int) -> ComparedTokens | None:
-    """Return the token numbers of the queries and keys from which attention `scores` were computed. The keys are along
-    axis `dim`. Return None if the numbers are unknown, or if the scores cover only a part of the keys.
+def compared_axes(scores: Tensor, dim: int) -> ComparedAxes | None:
+    """Return the axes of the product from which attention `scores` were computed, and the tokens along these. The keys
+    are along axis `dim` of the scores. Return None if the scores are not known to come from such a product.
     """
     followed: _Scores | None = call_stack.attention.scores.get(scores)
-    if followed is None or len(followed.tokens) != 2:
+    if followed is None:
         return None
     factors = followed.axes[dim]  # none for a single key
-    key = factors[0].axis if factors else max(followed.tokens)
-    keys, (queries, *_) = followed.tokens.get(key), [each for axis, each in followed.tokens.items() if axis != key]
-    if queries is None or keys is None or keys.numbers.shape[-1] != scores.shape[dim]:
+    key = factors[0].axis if factors else max(followed.tokens, default=None)
+    if key is None:
         return None
-    return ComparedTokens(queries, keys)
+    keys, others = followed.tokens.get(key), [each for axis, each in followed.tokens.items() if axis != key]
+    queries = others[0] if len(others) == 1 else None
+    tokens = None if queries is None or keys is None else ComparedTokens(queries, keys)
+    of_scores = tuple(tuple(factor.axis for factor in each) for each in followed.axes)
+    return ComparedAxes(of_scores, key, tokens, key in followed.of_first, followed.product)
 
 
 def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
@@ -228,5 +258,15 @@ def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any
         )
         return [(result, known)]
     if call.function in _LENGTHENING and result.ndim == before.ndim:  # keys are added
-        return [(result, scores.axes)]
+        return [
+            (result, tuple(_of_size(factors, size) for factors, size in zip(scores.axes, result.shape, strict=True)))
+        ]
     return axes_after(call, scores.axes, before, result)
+
+
+def _of_size(factors: tuple[Factor, ...], size: int) -> tuple[Factor, ...]:
+    """Return the factors of an axis of concatenated tensors, which has another `size` than in one of these tensors, but
+    the same kind of elements.
+    """
+    is_longer = len(factors) == 1 and factors[0].size != size
+    return (Factor(factors[0].axis, 1, size),) if is_longer else factors

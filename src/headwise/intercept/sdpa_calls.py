@@ -25,7 +25,7 @@ from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import SDPA, is_causal_bias, is_foreign
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
-from headwise.intercept.module_call import ModuleCall, must_trace
+from headwise.intercept.module_call import ModuleCall, must_trace, report_empty
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import before_function, hold, refuse_multiplied
 from headwise.intercept.plans import CallFacts, Step
@@ -69,6 +69,7 @@ def _reported_sdpa(
         out = accelerated_sdpa(previous, query, key, value, **options)
     call_stack.lineage.set_attended(out, origins)
     if not key.shape[-2]:  # an empty memory, which nothing attends to
+        report_empty(call_stack.module_calls)
         return out
     source = SDPACall.of(query, key, value, options, out, origins, step)
     if is_foreign(previous, SDPA):

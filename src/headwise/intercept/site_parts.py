@@ -5,6 +5,9 @@ from collections.abc import Hashable
 
 from headwise.intercept.origin import CallOrigins
 
+OTHER_AXIS: frozenset[Hashable] = frozenset({"other axis"})
+"""Names for queries that no weights project, in a softmax over the other axis of the scores of layer 0."""
+
 
 class SiteParts:
     """List of the attention layers that one module computes itself, without a submodule for each. Two calls belong to
@@ -40,6 +43,8 @@ class SiteParts:
         if not weights:
             return 0
         layers = self._weights[cross]
+        if weights == OTHER_AXIS and not layers:
+            layers.append(frozenset())
         for index, others in enumerate(layers):
             if weights & others:
                 layers[index] = weights | others

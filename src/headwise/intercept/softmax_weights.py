@@ -11,8 +11,8 @@ from torch import Tensor
 from headwise.intercept.additive_masks import hides_all_keys, with_infinite
 from headwise.intercept.axes import VIEWS, Axes, axes_after
 from headwise.intercept.call_stack import call_stack
-from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.in_place_changes import overwritten_tensors, share_memory, version_of
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import Origin
 from headwise.shapes import Bool, Float
@@ -58,7 +58,7 @@ class Softmax:
         module_calls: the running module calls, outermost first.
         origin: sources of the scores.
         compares_activations: True if the scores are known to come from a product of two activations.
-        tokens: tokens of the queries and keys; None if they are unknown.
+        compared: axes of the product of queries and keys, and their tokens; None if the product is unknown.
         may_be_masked: True if large negative scores may be those of a mask.
         products: number of products of its weights with values.
         outputs: number of weights in each of these products and its result, an `AttentionOutput`, until the innermost
@@ -73,13 +73,41 @@ class Softmax:
     module_calls: list[ModuleCall]
     origin: Origin
     compares_activations: bool
-    tokens: ComparedTokens | None = None
+    compared: Any = None
     may_be_masked: bool = True
     products: int = 0
     outputs: list[tuple[int, Any]] = field(default_factory=list)
     is_used: bool = False
     has_ended: bool = False
     is_written: bool = False
+
+
+class KeptScores:
+    """Scores from which a softmax computed attention weights, to be read later. Before the model overwrites their
+    memory, they are copied.
+
+    Args:
+        scores: the scores.
+
+    Attributes:
+        tensor: the scores, or their copy.
+    """
+
+    def __init__(self, scores: Tensor) -> None:
+        self.tensor = scores.detach()
+        self._version = version_of(scores)
+        call_stack.attention.kept_scores.add(self)
+
+    @property
+    def are_lost(self) -> bool:
+        """True if the model has changed the scores in a way that was not seen before."""
+        return version_of(self.tensor) != self._version
+
+    def before_overwriting(self, tensor: Tensor) -> None:
+        """Copy the scores if the model is about to overwrite `tensor` and the scores are in its memory."""
+        if share_memory(tensor, self.tensor) and not self.are_lost:
+            self.tensor = self.tensor.clone()
+            self._version = version_of(self.tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,18 +118,28 @@ class Weights:
     Attributes:
         softmax: the softmax.
         axes: axes of the tensor, as factors of the axes of the softmax's result.
-        scores: function that returns the scores with the axes of the tensor.
+        kept: the scores.
+        arranged: function that rearranges the scores to the axes of the tensor.
         undropped: the weights before dropout; None if the tensor has no dropout.
         zeroed: True where the model filled weights with zeros; None where it did not.
         is_scaled: True if the model changed weights to other numbers than 0.
+        version: torch's count of the in-place changes of the tensor when this record was stored.
+        is_overwritten: True if the model has overwritten memory of the tensor since then.
     """
 
     softmax: Softmax
     axes: Axes
-    scores: Callable[[], Tensor]
+    kept: KeptScores
+    arranged: Callable[[Tensor], Tensor] = lambda scores: scores
     undropped: Tensor | None = None
     zeroed: Tensor | None = None
     is_scaled: bool = False
+    version: int | None = None
+    is_overwritten: bool = False
+
+    def scores(self) -> Tensor:
+        """Return the scores, with the axes of the tensor of weights."""
+        return self.arranged(self.kept.tensor)
 
 
 def uniform_weights(
@@ -128,15 +166,65 @@ def hidden_by_scores(scores: Float[Tensor, "*rows keys"], *, may_be_masked: bool
 
 def record_weights(tensor: Tensor, weights: Weights) -> None:
     """Store `weights`, a record that states how `tensor` was computed as attention weights."""
+    weights = replace(weights, version=version_of(tensor), is_overwritten=False)
     call_stack.attention.weights.set(tensor, weights)
 
 
-def weights_of(tensor: Tensor) -> Weights | None:
+def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | None:
     """Return the record of a tensor that contains attention weights. Return None if the tensor is not known to contain
-    any.
+    any. If the model has changed the tensor in place, possibly as a view of the same memory, the record states that the
+    weights are scaled, and counts weights that are 0 as filled with zeros.
+
+    Args:
+        tensor: the tensor.
+        writer: the running function call, which may have changed the tensor in place.
     """
     weights: Weights | None = call_stack.attention.weights.get(tensor)
+    if weights is None:
+        return None
+    is_written = writer is not None and any(each is tensor for each in overwritten_tensors(writer))
+    version, now = weights.version, version_of(tensor)
+    is_same = version == now or (is_written and version is not None and version + 1 == now)
+    if is_same and not weights.is_overwritten:
+        return weights
+    if weights.undropped is not None:  # the weights before dropout are lost
+        weights.softmax.is_used = True
+        call_stack.attention.weights.discard(tensor)
+        return None
+    is_zero = tensor.detach() == 0
+    zeroed = is_zero if weights.zeroed is None else weights.zeroed | is_zero
+    weights = replace(weights, zeroed=zeroed, is_scaled=True)
+    if not is_written:
+        record_weights(tensor, weights)
     return weights
+
+
+def before_overwriting(call: FunctionCall) -> None:
+    """Prepare a function call of the model that may overwrite tensors in place. Scores that are read later are copied.
+    Weights whose memory is overwritten are marked, unless the call is one of those that are followed. What was recorded
+    of a tensor `out` is discarded, since its content is replaced.
+    """
+    attention = call_stack.attention
+    if not (attention.weights or attention.kept_scores or attention.pending or "out" in call.kwargs):
+        return
+    for written in overwritten_tensors(call):
+        for output in attention.pending if written.is_inference() else ():  # otherwise torch counts the changes
+            output.on_overwritten(written)
+        for kept in list(attention.kept_scores):
+            kept.before_overwriting(written)
+        is_followed = "out" not in call.kwargs and any(
+            call.function in each for each in (DROPOUTS, MODIFICATIONS, FILLS)
+        )
+        for tensor, weights in attention.weights.items():
+            is_undropped = weights.undropped is not None and share_memory(written, weights.undropped)
+            is_own = is_followed and written is tensor and "out" not in call.kwargs
+            if is_undropped or (share_memory(written, tensor) and not is_own):
+                attention.weights.set(tensor, replace(weights, is_overwritten=True))
+        if "out" in call.kwargs and not any(written is each for each in call.tensors):
+            attention.weights.discard(written)
+            attention.scores.discard(written)
+            attention.places.discard(written)
+            call_stack.lineage.discard(written)
 
 
 def weights_among(call: FunctionCall) -> list[Tensor]:
@@ -151,8 +239,9 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
     dropout to its argument `tensor`, which contains attention weights. After any other function, mark the softmax that
     computed them as used in a way that is not followed.
     """
-    weights = weights_of(tensor)
-    assert weights is not None
+    weights = weights_of(tensor, call)
+    if weights is None:
+        return
     function = call.function
     is_modification = function in MODIFICATIONS and isinstance(result, Tensor) and result.shape == tensor.shape
     if function in DROPOUTS:
@@ -222,11 +311,12 @@ def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, inde
         view: Tensor = result if index is None else result[index]
         return view
 
-    before, shape = weights.scores, tensor.shape
+    before, shape = weights.arranged, tensor.shape
     return Weights(
         weights.softmax,
         axes,
-        lambda: view_of(before()),
+        weights.kept,
+        lambda scores: view_of(before(scores)),
         None if weights.undropped is None else view_of(weights.undropped),
         None if weights.zeroed is None else view_of(weights.zeroed.expand(shape)),
         weights.is_scaled,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.intercept.call_contexts import OF_COMMON_POSITIONS, CallContexts
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.call_tokens import OF_TOKENS
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
 from headwise.intercept.layer_index import is_inside
@@ -149,7 +150,7 @@ class StatisticsObserver(Interceptor):
         record, observed = self._heads.register(call), self._contexts.read(call)
         if observed.lacks_positions:  # a mean over the other calls of the site alone would be another statistic
             record.discard(*OF_COMMON_POSITIONS, "first")
-        record.discard(*(observed.context.left_out & {"first"}))
+        record.discard(*(observed.context.left_out & {"first"}), *(OF_TOKENS if observed.lacks_tokens else ()))
         if observed.lacks_positions and observed.continues:  # the same key may have another index in each call
             record.discard("received")
         if observed.lacks_rows:

@@ -80,6 +80,10 @@ class TokenNumbers:
             if tensor.shape == known[0].shape:
                 self._numbered.set(tensor, numbered)
 
+    def discard(self, tensor: Tensor) -> None:
+        """Discard the token numbers of a tensor."""
+        self._numbered.discard(tensor)
+
     def compared(self, query: Tensor, key: Tensor, value: Tensor) -> ComparedTokens | None:
         """Return the token numbers of queries, keys and values, three tensors `(..., length, features)`, for each
         sequence and head. If there are fewer key heads than query heads, return the numbers of the first head. Return
@@ -120,56 +124,79 @@ class TokenNumbers:
         self._numbered.set(tensor, NumberedTokens(numbers, LinearMapCall(shape)))
 
     def _repeat(self, call: FunctionCall, result: Any, linear_map: LinearMapCall, largest: int) -> None:
-        """Record the token numbers of the `result` of a function that selects or reorders elements, by repeating the
-        call with token numbers in place of elements. The numbers stay unknown if this fails, or if an argument without
-        numbers, such as cached keys, has more than `largest` elements.
+        """Record the token numbers of the `result` of a function that selects or reorders elements. They stay unknown
+        if an argument without numbers, such as cached keys, has more than `largest` elements.
         """
-        name = call.function.__name__
-        is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
-        results = tensors_among((call.args[0] if is_in_place else result,))
         has_indices = any(not tensor.is_floating_point() and not tensor.is_complex() for tensor in call.tensors)
         depend_on_data = has_indices or call.function in SORTS or _has_list(call.args[1:])
         before = (self._numbered.get(tensor) for tensor in call.tensors)
         depend_on_data |= any(each.depend_on_data for each in before if each is not None)
-        try:
-            args, kwargs = self._numbers_of(call.args, largest), self._numbers_of(call.kwargs, largest)
-            if is_in_place:
-                args = (args[0].clone(), *args[1:])
-                call.function(*args, **kwargs)
-                numbers = [args[0]]
-            elif call.function in SORTS:
-                numbers = [args[0].gather(_axis_of_sort(call), result[1])]
-            else:
-                numbers = _of_equal_parts(args, result) or tensors_among(
-                    (REPLACED.get(call.function, call.function)(*args, **kwargs),)
-                )
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            numbers = []
-        for index, tensor in enumerate(results):
-            if index < len(numbers) and numbers[index].shape == tensor.shape:
-                self._numbered.set(tensor, NumberedTokens(numbers[index], linear_map, depend_on_data))
-            else:
+
+        def numbers_of(tensor: Tensor) -> Tensor | None:
+            numbered = self._numbered.get(tensor)
+            return None if numbered is None else numbered.numbers
+
+        for tensor, numbers in numbers_after(call, result, numbers_of, largest):
+            if numbers is None:
                 self._numbered.discard(tensor)
+            else:
+                self._numbered.set(tensor, NumberedTokens(numbers, linear_map, depend_on_data))
 
-    def _numbers_of(self, argument: Any, largest: int) -> Any:
-        """Return an argument of a function call with token numbers in place of tensor elements. Elements of unknown
-        tokens become 0.
 
-        Raises:
-            ValueError: a tensor without numbers has more elements than `largest`.
-        """
-        if isinstance(argument, dict):
-            return {name: self._numbers_of(each, largest) for name, each in argument.items()}
-        if isinstance(argument, list | tuple):
-            return type(argument)([self._numbers_of(each, largest) for each in argument])
-        if not isinstance(argument, Tensor) or not (argument.is_floating_point() or argument.is_complex()):
-            return argument
-        numbered = self._numbered.get(argument)
-        if numbered is not None:
-            return numbered.numbers
-        if argument.numel() > largest:
-            raise ValueError
-        return torch.zeros((), dtype=torch.int32, device=argument.device).expand(argument.shape)
+def numbers_after(
+    call: FunctionCall, result: Any, numbers_of: Callable[[Tensor], Tensor | None], largest: float
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the tensors in the `result` of a function that selects or reorders elements, each with the numbers of its
+    elements. To compute them, the call is repeated with numbers in place of elements. They are None if this fails.
+
+    Args:
+        call: the call.
+        result: what the function returned.
+        numbers_of: function that returns the numbers of the elements of a tensor; None if they are unknown.
+        largest: number of elements from which the numbers of the result are unknown if they are those of an argument.
+    """
+    name = call.function.__name__
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
+    results = tensors_among((call.args[0] if is_in_place else result,))
+    try:
+        args, kwargs = (_numbers_among(each, numbers_of, largest) for each in (call.args, call.kwargs))
+        if is_in_place:
+            args = (args[0].clone(), *args[1:])
+            call.function(*args, **kwargs)
+            numbers = [args[0]]
+        elif call.function in SORTS:
+            numbers = [args[0].gather(_axis_of_sort(call), result[1])]
+        else:
+            numbers = _of_equal_parts(args, result) or tensors_among(
+                (REPLACED.get(call.function, call.function)(*args, **kwargs),)
+            )
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        numbers = []
+    return [
+        (tensor, numbers[index] if index < len(numbers) and numbers[index].shape == tensor.shape else None)
+        for index, tensor in enumerate(results)
+    ]
+
+
+def _numbers_among(argument: Any, numbers_of: Callable[[Tensor], Tensor | None], largest: float) -> Any:
+    """Return an argument of a function call with numbers in place of tensor elements. Elements of unknown numbers
+    become 0.
+
+    Raises:
+        ValueError: a tensor without numbers has more elements than `largest`.
+    """
+    if isinstance(argument, dict):
+        return {name: _numbers_among(each, numbers_of, largest) for name, each in argument.items()}
+    if isinstance(argument, list | tuple):
+        return type(argument)([_numbers_among(each, numbers_of, largest) for each in argument])
+    if not isinstance(argument, Tensor) or not (argument.is_floating_point() or argument.is_complex()):
+        return argument
+    numbers = numbers_of(argument)
+    if numbers is not None:
+        return numbers
+    if argument.numel() > largest:
+        raise ValueError
+    return torch.zeros((), dtype=torch.int32, device=argument.device).expand(argument.shape)
 
 
 def _has_list(arguments: Iterable[Any]) -> bool:

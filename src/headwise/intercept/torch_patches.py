@@ -28,13 +28,15 @@ from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torc
 from headwise.intercept.function_call import QUERIES, READINGS, FunctionCall
 from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import dispatch_patches
+from headwise.intercept.in_place_changes import share_memory
 from headwise.intercept.module_call import keep_mode, must_trace
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import after_function, before_function, lose_outputs
 from headwise.intercept.patches import Patches, Replacement
+from headwise.intercept.score_places import follow_places
 from headwise.intercept.score_products import follow_scores, written_softmax
 from headwise.intercept.sdpa_calls import intercepted_sdpa
-from headwise.intercept.softmax_weights import DROPOUT
+from headwise.intercept.softmax_weights import DROPOUT, before_overwriting
 from headwise.intercept.uncopied_hooks import getstate_without_hooks
 from headwise.intercept.unread_attention import report_averages, report_new_tensors
 from headwise.intercept.unreadable_tensors import has_no_numbers
@@ -70,11 +72,15 @@ class TorchCalls(TorchFunctionMode):
         call = before_function(FunctionCall(func, args, kwargs))
         if func is TORCH_ATTENTION:
             return _torch_attention(*call.args, **call.kwargs)
+        before_overwriting(call)
+        kept = _scores_to_keep(call)
         is_renamed = func is not operator and isinstance(operator, OTHER_OPERATORS)
         result = operator(*call.args, **call.kwargs) if is_renamed else call.run()
         after_function(call, result)
+        if not has_no_numbers():
+            follow_places(call, result)
         call = contracted(call, result)
-        result = _recorded(call, result)
+        result = _recorded(call, result, kept)
         report_fused(call, result, call_stack.module_calls)
         report_new_tensors(call, result)
         call_stack.lineage.record(call, result, call_stack.module_calls)
@@ -82,6 +88,7 @@ class TorchCalls(TorchFunctionMode):
             lose_outputs()
         else:
             call_stack.lineage.tokens.record(call, result)
+            call_stack.lineage.record_ids(call, result, call_stack.module_calls)
         return result
 
 
@@ -111,7 +118,17 @@ def _attention(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return answered_by_engine(name, lambda: function(*args, **kwargs), lambda: read(function, args, kwargs))
 
 
-def _recorded(call: FunctionCall, result: Any) -> Any:
+def _scores_to_keep(call: FunctionCall) -> Tensor | None:
+    """Return a copy of the scores, the first argument of a softmax, if the call overwrites them. Otherwise return
+    None.
+    """
+    if call.function not in eager_softmax.SOFTMAXES or not isinstance(out := call.kwargs.get("out"), Tensor):
+        return None
+    scores = call.tensors[0]
+    return scores.detach().clone() if share_memory(scores, out) else None
+
+
+def _recorded(call: FunctionCall, result: Any, kept: Tensor | None) -> Any:
     """Return the `result` of a function call in an intercepted model. If the result is attention scores, weights or an
     attention output, record it, so that it is followed through later functions. Interceptors may change an attention
     output.
@@ -119,7 +136,7 @@ def _recorded(call: FunctionCall, result: Any) -> Any:
     if call.function in eager_softmax.SOFTMAXES:
         arguments = (*call.args, *(call.kwargs[name] for name in ("input", "dim") if name in call.kwargs), None)
         negative = -arguments[0].detach() if call.function is F.softmin else None
-        eager_softmax.on_softmax(arguments[0], result, arguments[1], numbers=negative)
+        eager_softmax.on_softmax(arguments[0], result, arguments[1], kept, numbers=negative)
         return result
     report_averages(call)
     result = eager_softmax.on_function(call, result)

@@ -111,7 +111,7 @@ class HeadComparison(SiteRegistry):
                 self._compare([(call, of_tokens)])
                 return out
             # A module that attends to the same tokens several times is compared call by call.
-            index, same_tokens = 0, (id(call.tokens), *out.shape[::2])
+            index, same_tokens = 0, (id(call.tokens.ids), *out.shape[::2])
             while any(other.site == call.site for other, _ in self._pending_outputs.get((*same_tokens, index), ())):
                 index += 1
             self._pending_outputs.setdefault((*same_tokens, index), []).append((call, of_tokens))

@@ -1,0 +1,217 @@
+"""Token ids that a model changes or reorders before it looks them up: statistics of tokens are those of the ids that it
+looks up, or left out by name.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from self_attention import DIM, HEADS, WIDTH, SelfAttention, merge, split
+from torch import nn
+
+import headwise as hw
+from oracles import statistics_of
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+IDS = torch.tensor([[4, 2, 7, 4, 4, 1, 2, 5], [6, 6, 1, 3, 6, 2, 1, 3], [5, 1, 5, 5, 2, 7, 3, 5]])
+ORDER = torch.tensor([6, 2, 0, 7, 1, 5, 3, 4])
+NOISE = torch.tensor([1, 7, 2, 2, 4, 6, 1, 3])
+OTHERS = torch.arange(8) % 3 == 1
+TABLE = torch.tensor([0, 3, 3, 5, 4, 1, 6, 2])
+OF_TOKENS = ("special", "duplicate", "induction")
+UNKNOWN = "^it is unknown which tokens the queries of these modules stand for.*: "
+
+
+def causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Model(nn.Module):
+    """Two layers of causal attention after the embedding of ids that `read` looks up."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(40, WIDTH), nn.Embedding(40, WIDTH)
+        self.first, self.second, self.read = SelfAttention(causal), SelfAttention(causal), read
+
+    def forward(self, input_ids, **others):
+        x = self.read(self, input_ids, **others)
+        self.kept = [self.weights(self.first, x)]
+        x = x + self.first(x)
+        self.kept.append(self.weights(self.second, x))
+        return self.second(x)
+
+    def weights(self, layer, x):
+        q, k, _ = (split(part.double()) for part in layer.qkv(x).chunk(3, -1))
+        scores = torch.einsum("bhid,bhjd->bhij", q, k) * DIM**-0.5
+        weights = (scores.exp() / scores.exp().sum(-1, keepdim=True)).tril()
+        return weights / weights.sum(-1, keepdim=True)
+
+
+def words(change):
+    """Return a function that looks up what `change` makes of the ids, and adds positions."""
+
+    def read(model, ids):
+        ids = change(ids)
+        return model.words(ids) + model.positions(torch.arange(ids.shape[1]))
+
+    return read
+
+
+def shifted(ids):
+    result = ids.new_full(ids.shape, 9)
+    result[:, 1:] = ids[:, :-1].clone()
+    return result
+
+
+def corrupted(ids):
+    ids = ids.clone()
+    ids[:, OTHERS] = 1
+    return ids
+
+
+CHANGES = {
+    "right to left": lambda ids: ids.flip(1),
+    "order of tokens": lambda ids: ids[:, ORDER],
+    "gather": lambda ids: ids.gather(1, ORDER.expand_as(ids)),
+    "rotated": lambda ids: torch.roll(ids, 3, 1),
+    "sorted": lambda ids: ids.sort(1).values,
+    "order of sequences": lambda ids: ids[torch.tensor([2, 0, 1])],
+    "shifted by a pad": lambda ids: F.pad(ids, (1, -1), value=1),
+    "shifted by a concatenation": lambda ids: torch.cat([torch.full((3, 1), 1), ids[:, :-1]], 1),
+    "shifted by an assignment": shifted,
+    "corrupted by where": lambda ids: torch.where(OTHERS, NOISE, ids),
+    "corrupted by a fill": lambda ids: ids.masked_fill(OTHERS, 1),
+    "corrupted by an assignment": corrupted,
+    "without the last": lambda ids: ids[:, :-2],
+    "without the first": lambda ids: ids[:, 2:],
+}
+
+
+def require_tokens(heads, model, ids, special=(1, 5)):
+    for layer, weights in enumerate(model.kept):
+        for head in range(HEADS):
+            row, values = heads.rows()[layer * HEADS + head], []
+            for of_head, tokens in zip(weights[:, head], ids.tolist(), strict=True):
+                values.append(statistics_of(of_head, tokens, [token in special for token in tokens]))
+            for name in OF_TOKENS:
+                expected = [value[name] for value in values if name in value]
+                assert row[name] == pytest.approx(sum(expected) / len(expected), rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", CHANGES)
+def test_tokens_are_those_that_the_model_looks_up(name):
+    torch.manual_seed(6)
+    model = Model(words(CHANGES[name]))
+    with hw.watch(model, special=[1, 5]) as heads:
+        model(input_ids=IDS)
+    require_tokens(heads, model, CHANGES[name](IDS))
+
+
+def of_table(change):
+    return lambda model, ids: model.words.weight[change(ids)]
+
+
+def one_hot(change):
+    return lambda model, ids: F.one_hot(change(ids), 40).float() @ model.words.weight
+
+
+def with_types(model, ids, types):
+    return model.words(ids.flip(1)) + model.positions(types) + model.positions(torch.zeros_like(ids))
+
+
+def positions_of_real_tokens(model, ids):
+    is_real = ids.ne(7).int()
+    return model.words(ids) + model.positions(is_real.cumsum(1) * is_real + 1)
+
+
+def same(ids):
+    return ids
+
+
+LOOKUPS = {
+    "index of a table": (of_table(lambda ids: ids.flip(1)), lambda ids: ids.flip(1)),
+    "one-hot vectors": (one_hot(lambda ids: ids[:, ORDER]), lambda ids: ids[:, ORDER]),
+    "token types": (lambda model, ids: with_types(model, ids, (IDS > 3).long()), lambda ids: ids.flip(1)),
+    "positions from ids": (positions_of_real_tokens, same),
+    "one axis": (lambda model, ids: model.words(ids.flatten()).view(*ids.shape, -1), same),
+    "transposed": (lambda model, ids: model.words(ids.T).transpose(0, 1), same),
+    "parts": (lambda model, ids: torch.cat([model.words(part) for part in ids.split([5, 3], 1)], 1), same),
+    "offset": (lambda model, ids: model.words(ids + 20), same),
+    "hashes": (lambda model, ids: model.words(ids * 11 % 13) + model.positions(ids * 7 % 17), same),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_lookups_of_ids_are_told_from_other_lookups(name):
+    torch.manual_seed(7)
+    read, change = LOOKUPS[name]
+    model = Model(read)
+    with hw.watch(model, special=[1, 5]) as heads:
+        model(input_ids=IDS)
+    require_tokens(heads, model, change(IDS))
+
+
+NOT_KNOWN = {
+    "embeddings in another order": lambda model, ids: model.words(ids)[:, ORDER],
+    "sequences in another order": lambda model, ids: model.words(ids).flip(0),
+    "unique ids": lambda model, ids: model.words((found := ids.unique(return_inverse=True))[0])[found[1]],
+    "two orders": lambda model, ids: model.words(ids) + model.positions(ids.flip(1)),
+    "offsets of positions": lambda model, ids: model.words(ids + 4 * torch.arange(8)),
+    "corrupted by a product": lambda model, ids: model.words(ids * ~OTHERS),
+    "table of ids": lambda model, ids: model.words(TABLE[ids]),
+    "moved offsets": lambda model, ids: model.words((ids + 3).flip(1)),
+    "other embeddings": lambda model, ids: torch.randn(3, 8, WIDTH),
+}
+
+
+@pytest.mark.parametrize("name", NOT_KNOWN)
+def test_statistics_of_unknown_tokens_are_left_out_by_name(name):
+    model = Model(NOT_KNOWN[name])
+    with pytest.warns(UserWarning, match=UNKNOWN), hw.watch(model, special=[1]) as heads:
+        model(input_ids=IDS)
+    for row in heads.rows():
+        assert not {*OF_TOKENS, "confidence_content"} & row.keys()
+        assert {"entropy", "previous"} <= row.keys()
+
+
+def test_padding_of_moved_tokens_is_not_that_of_the_argument():
+    """Without a mask in the attention, only the argument shows padding, in the order of the argument."""
+    model, mask = Model(lambda model, ids, attention_mask: model.words(ids.flip(1))), torch.ones_like(IDS)
+    mask[0, 5:] = 0
+    with pytest.warns(UserWarning, match="^a mask shows padding, but"), hw.watch(model) as heads:
+        model(input_ids=IDS, attention_mask=mask)
+    assert not any("entropy" in row for row in heads.rows())
+
+
+class Translation(nn.Module):
+    """An encoder of ids from right to left, and a decoder of the same ids, shifted, with cross-attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(40, WIDTH)
+        self.encoder, self.decoder = SelfAttention(causal), SelfAttention(causal)
+        self.cross = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, input_ids):
+        source, target = self.words(input_ids.flip(1)), self.words(shifted(input_ids))
+        self.kept = [Model.weights(self, self.encoder, source), Model.weights(self, self.decoder, target)]
+        source, target = source + self.encoder(source), target + self.decoder(target)
+        q, k, v = (split(each(x)) for each, x in zip(self.cross, (target, source, source), strict=False))
+        return self.cross[3](merge((q @ k.mT).softmax(-1) @ v))
+
+
+def test_each_stream_of_an_encoder_and_decoder_has_its_own_ids():
+    torch.manual_seed(8)
+    model = Translation()
+    with hw.watch(model, special=[1, 5]) as heads:
+        model(input_ids=IDS)
+    rows = heads.rows()
+    for layer, (path, ids) in enumerate((("encoder", IDS.flip(1)), ("decoder", shifted(IDS)))):
+        found = [row["special"] for row in rows if row["module"] == path]
+        is_special = (ids == 1) | (ids == 5)
+        expected = (model.kept[layer] * is_special[:, None, None]).sum(-1).mean((0, 2))
+        assert found == pytest.approx(expected.tolist(), rel=1e-4)
+    assert [row["kind"] for row in rows if not row["module"]] == ["cross"] * HEADS
