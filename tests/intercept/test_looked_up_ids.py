@@ -42,10 +42,11 @@ class Model(nn.Module):
         return self.second(x)
 
     def weights(self, layer, x):
-        q, k, _ = (split(part.double()) for part in layer.qkv(x).chunk(3, -1))
-        scores = torch.einsum("bhid,bhjd->bhij", q, k) * DIM**-0.5
-        weights = (scores.exp() / scores.exp().sum(-1, keepdim=True)).tril()
-        return weights / weights.sum(-1, keepdim=True)
+        with torch._C.DisableTorchFunction():  # they are attention weights, too
+            q, k, _ = (split(part.double()) for part in layer.qkv(x).chunk(3, -1))
+            scores = torch.einsum("bhid,bhjd->bhij", q, k) * DIM**-0.5
+            weights = (scores.exp() / scores.exp().sum(-1, keepdim=True)).tril()
+            return weights / weights.sum(-1, keepdim=True)
 
 
 def words(change):

@@ -286,7 +286,10 @@ class ModuleStates:
         modules, self.model = list(model.modules()), model
         self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._written = [
-            each for each in modules if each._modules or not type(each).__module__.startswith("torch.nn.modules.")
+            each
+            for each in modules
+            if not isinstance(each, torch.jit.ScriptModule)
+            and (each._modules or not type(each).__module__.startswith("torch.nn.modules."))
         ]
         self._attributes = [(vars(each), [*vars(each).keys() - _OF_EVERY_MODULE]) for each in self._written]
         self._children = [each._modules for each in self._written]
@@ -317,7 +320,7 @@ class ModuleStates:
                 [
                     value if type(value) in _STATED else _identity(value)
                     for attributes, names in self._attributes
-                    for value in (len(attributes), attributes["training"], *map(attributes.get, names))
+                    for value in (len(attributes), attributes.get("training"), *map(attributes.get, names))
                 ]
             ),
             tuple(
