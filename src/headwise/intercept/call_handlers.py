@@ -268,7 +268,7 @@ def handlers_of_call(
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
         for other in nested:
-            other.projected.clear()
+            other.on_attention()
         argument, padding = tokens_and_padding(nested)
         tokens = CallTokens(argument)
         if origins is not None:
@@ -330,7 +330,8 @@ def _record(
     if recording is None or step.place is None:
         return
     is_in_order = tokens is not None and are_in_order(tokens, grid)
-    if site.part or sources.is_recurrent or (tokens is not None and not is_in_order):
+    is_of_this_call = not (sources.may_be_cached or sources.is_recurrent or sources.are_moved)
+    if site.part or not is_of_this_call or (tokens is not None and not is_in_order):
         recording.fail()
     of_keys = frozenset() if site.cross or origins is None or origins.k is None else origins.k.maps
     recording.add(step.place, PlannedCall(step.facts, site, sources._replace(tokens=None), is_in_order, of_keys))

@@ -33,6 +33,7 @@ class ModuleCall:
         attention_before: number of attention calls of the module in earlier calls of it, in one call of the model.
         projected: numbers of elements of the linear maps that the module has computed so far, or since it attended, if
             it contains other modules.
+        unfollowed: reasons why it may have attended in a way that is not followed, since it last attended.
     """
 
     interceptor: Interceptor
@@ -45,6 +46,7 @@ class ModuleCall:
     recording: Recording | None = None
     attention_before: int = 0
     projected: list[int] = field(default_factory=list)
+    unfollowed: list[str] = field(default_factory=list)
 
     def count_call(self, site: SiteKey) -> int:
         """Count one attention call at `site` (attention module, self or cross) inside this module call. Return the
@@ -53,6 +55,11 @@ class ModuleCall:
         count = self.call_counts[site]
         self.call_counts[site] += 1
         return count
+
+    def on_attention(self) -> None:
+        """Record that attention inside this call was found, which accounts for what the module has projected so far."""
+        self.projected.clear()
+        self.unfollowed.clear()
 
     @property
     def is_attention(self) -> bool:
@@ -74,7 +81,7 @@ def report_unreadable(module_calls: Sequence[ModuleCall], reason: str) -> None:
     """
     must_trace(module_calls)
     for module_call in module_calls:
-        module_call.projected.clear()  # what they project is accounted for
+        module_call.on_attention()
     for innermost in innermost_calls(module_calls):
         innermost.interceptor.on_unreadable(innermost.path, reason)
 

@@ -1,6 +1,7 @@
 """Hooks on the modules of an intercepted model, which keep each thread's call stack."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from headwise.intercept import eager_softmax, output_tracking
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.function_call import tensors_among
 from headwise.intercept.interceptor import Interceptor
-from headwise.intercept.module_call import ModuleCall, report_unreadable
+from headwise.intercept.module_call import ModuleCall, must_trace, report_unreadable
 from headwise.intercept.plans import OTHER_WAY, Following, PlanKey, Recording
 from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
@@ -169,6 +170,17 @@ def _push(module_call: ModuleCall, interceptors: list[Interceptor]) -> None:
         module_call.recording.start(module_call.path)
 
 
+def _is_in_compiled_code() -> bool:
+    """Return True if a function that `torch.compile` has compiled is running in this thread."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    frame = None if compiler is None else sys._getframe()
+    while frame is not None and compiler is not None:
+        if frame.f_code.co_filename == compiler.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _recording(key: PlanKey) -> Recording:
     """Return a new record for a plan with this key."""
     return Recording(key, call_stack.current_interceptions[0].states.held())
@@ -176,12 +188,14 @@ def _recording(key: PlanKey) -> Recording:
 
 def _key_of(module_call: ModuleCall) -> PlanKey | None:
     """Return the key of the plan for a call of a model that starts now. Return None if there can be no plan: several
-    models are intercepted, the user has stated something about the model's attention, or activation checkpointing
-    repeats the call.
+    models are intercepted, the user has stated something about the model's attention, activation checkpointing repeats
+    the call, or a compiled function makes it, whose code may call torch's functions without their names.
     """
     interceptions = call_stack.current_interceptions
-    if call_stack.is_recomputing or any(
-        each.states.model is not interceptions[0].states.model or each.has_statements for each in interceptions
+    if (
+        call_stack.is_recomputing
+        or _is_in_compiled_code()
+        or any(each.states.model is not interceptions[0].states.model or each.has_statements for each in interceptions)
     ):
         return None
     changes = [type(each.interceptor).change is not Interceptor.change for each in interceptions]
@@ -202,10 +216,15 @@ def _pop(output: Any) -> Any:
         with call_stack.paused():
             eager_softmax.on_module_end(module_call)
             changed = output_tracking.on_module_end(output)
+    is_pending = any(each.module_calls[-1] is module_call for each in call_stack.attention.pending)
+    if module_call.unfollowed and not is_pending:
+        must_trace([module_call])
+        module_call.interceptor.on_unreadable(module_call.path, module_call.unfollowed[0])
     if module_call.recording is not None:
         module_call.recording.end(module_call.path)
     if not call_stack.module_calls:
-        if module_call.recording is not None:
-            module_call.recording.store()
         call_stack.end_module_calls()
+        # No plan is made if the call has changed the modules, such as states that they keep for the next call.
+        if module_call.recording is not None and _key_of(module_call) == module_call.recording.key:
+            module_call.recording.store()
     return changed

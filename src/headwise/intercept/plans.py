@@ -334,11 +334,11 @@ class ModuleStates:
 
 
 def _identity(value: object) -> Hashable:
-    """Return what an attribute of a module is compared by, if not by its value. Tensors are not compared, as they do
-    not decide how a module attends.
+    """Return what an attribute of a module is compared by, if not by its value. Tensors are not told apart, as their
+    numbers do not decide how a module attends.
     """
     if isinstance(value, Tensor):
-        return None
+        return "tensor"
     if isinstance(value, list | tuple | dict):
         elements = value.items() if isinstance(value, dict) else value
         return tuple(
@@ -366,11 +366,12 @@ class Recording:
         held: objects by whose identity the state of the modules is compared.
 
     Attributes:
+        key: the model and the kind of its inputs.
         needs_mode: True if some attention calls are intercepted by a torch function mode alone.
     """
 
     def __init__(self, key: PlanKey, held: Iterable[object]) -> None:
-        self._key, self._held = key, held
+        self.key, self._held = key, held
         self._reading: set[str] = set()
         self._counter: Counter[str] = Counter()
         self._calls: dict[Place, PlannedCall] = {}
@@ -423,9 +424,9 @@ class Recording:
         names = [path.split(".") for path in attending]
         around = {".".join(each[:depth]) for each in names for depth in range(len(each) + 1)}
         counts = {path: frozenset(counts) for path, counts in self._counts.items() if path in attending}
-        sizes = tuple((size, size) for size in self._key.sizes)
+        sizes = tuple((size, size) for size in self.key.sizes)
         others = frozenset(self._ran - around)
-        self._key.store(Plan(self._calls, counts, frozenset(around), others, self.needs_mode, sizes), self._held)
+        self.key.store(Plan(self._calls, counts, frozenset(around), others, self.needs_mode, sizes), self._held)
 
 
 class Following:

@@ -102,7 +102,8 @@ class PlannedCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a torch function and return its result."""
-        if (func is SDPA or func in OPERATORS) and call_stack.torch_mode is self and call_stack.intercepts:
+        is_attention = func is SDPA or func in OPERATORS
+        if is_attention and call_stack.torch_mode is self and call_stack.intercepts:
             return _attention(func, args, kwargs or {})
         return torchs_own(func)(*args, **(kwargs or {}))
 

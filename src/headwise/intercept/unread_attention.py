@@ -17,7 +17,7 @@ from headwise.intercept.contractions import (
     is_parameter,
 )
 from headwise.intercept.function_call import FunctionCall
-from headwise.intercept.module_call import ModuleCall, must_trace, report_unreadable
+from headwise.intercept.module_call import ModuleCall, report_unreadable
 from headwise.intercept.refusals import NORMALISED, NOT_FOLLOWED, NOT_NORMALISED
 from headwise.intercept.score_products import compares_activations, compares_two
 from headwise.intercept.softmax_weights import weights_of
@@ -82,8 +82,8 @@ def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> st
 
 
 def report_new_tensors(call: FunctionCall, result: Any) -> None:
-    """Report the running module to the interceptors if an argument of a function call may be the output of attention by
-    functions that are not followed, such as scripted ones. No followed function has computed the tensor, and before it
+    """Record in the running module if an argument of a function call may be the output of attention by functions that
+    are not followed, such as scripted ones. No followed function has computed the tensor, and before it
     appears, the module has computed three projections, or one that may consist of three, of its size. If the call is a
     projection, take note of it.
     """
@@ -95,8 +95,8 @@ def report_new_tensors(call: FunctionCall, result: Any) -> None:
 
 
 def report_new(owner: ModuleCall, tensors: list[Any]) -> None:
-    """Report the module of the call `owner` to its interceptor if one of `tensors` may be the output of attention by
-    functions that are not followed.
+    """Record in the module call `owner` that one of `tensors` may be the output of attention by functions that are not
+    followed, if it may be. The module is reported at the end of the call, unless attention is found in it.
     """
     projected = owner.projected
     if all(map(call_stack.lineage.is_known, tensors)) or has_no_numbers() or call_stack.is_recomputing:
@@ -107,8 +107,7 @@ def report_new(owner: ModuleCall, tensors: list[Any]) -> None:
         size = tensor.numel() if tensor.is_floating_point() and tensor.ndim > 1 else -1
         are_three = size in projected and (len(projected) >= 3 or 2 * size in projected)
         if are_three or 3 * size in projected:
-            must_trace(call_stack.module_calls)
-            owner.interceptor.on_unreadable(owner.path, NOT_FOLLOWED)
+            owner.unfollowed.append(NOT_FOLLOWED)
 
 
 def _owner() -> ModuleCall:
