@@ -23,7 +23,6 @@ from headwise.intercept.in_place_changes import TensorVersions, share_memory
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall, innermost_calls, report_unreadable
 from headwise.intercept.origin import CallOrigins
-from headwise.intercept.plans import Place
 from headwise.intercept.refusals import CHANGED_IN_PLACE, HEADS_CONTRADICT, HEADS_UNKNOWN
 
 
@@ -38,7 +37,7 @@ class AttentionOutput:
         module_calls: the running module calls, outermost first.
         origins: sources of the queries, keys and values.
         axis_of_heads: axis of the heads of an output that was reported; None for other outputs.
-        place: place of the call in the model's call, as it is recorded for a plan; None if it is not recorded.
+        number: number of the attention call in the call of the model, as recorded for a plan; None if not recorded.
 
     Attributes:
         shape: shape of the output.
@@ -64,7 +63,7 @@ class AttentionOutput:
         module_calls: list[ModuleCall],
         origins: CallOrigins,
         axis_of_heads: int | None = None,
-        place: Place | None = None,
+        number: int | None = None,
     ) -> None:
         self.shape, self.axes, self.module_calls, self.axis_of_heads = tensor.shape, axes, module_calls, axis_of_heads
         self.merged: HeadLayout | None = None
@@ -75,7 +74,7 @@ class AttentionOutput:
         self.may_change = bool(changing) and source is not None
         self.is_established = self.is_reported = source is None
         self.is_lost = self.is_projected = False
-        self.origins, self._place = origins, place
+        self.origins, self._number = origins, number
         self.weights_id = object() if source is None else source.weights_id
         self._source = source
         self._tensor = None if source is None else tensor  # a reported output would be kept in memory by its own entry
@@ -122,8 +121,8 @@ class AttentionOutput:
         the interceptors.
         """
         self.is_projected = True
-        if self._place is not None and self.module_calls[0].recording is not None:
-            self.module_calls[0].recording.on_projected(self._place, weights)
+        if self._number is not None and self.module_calls[0].recording is not None:
+            self.module_calls[0].recording.on_projected(self._number, weights)
         for innermost in innermost_calls(self.module_calls):
             innermost.interceptor.on_projected(innermost.path, weights)
 

@@ -24,8 +24,9 @@ from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, must_trace, tokens_and_padding
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.packed_sequences import PackedSequences
-from headwise.intercept.plans import CallFacts, PlannedCall, Step, are_in_order
+from headwise.intercept.plans import PlannedCall, Step, are_in_order
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
+from headwise.intercept.site_parts import names_of_layer
 from headwise.intercept.unreadable_tensors import why_not_observed
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import WholeCall, attend_observed
@@ -284,7 +285,8 @@ def handlers_of_call(
                 with call_stack.paused():
                     _record(step, module_call, site, grid, sources, origins)
         else:
-            site = planned.site
+            part = module_call.parts.index_of(planned.site.cross, planned.query_maps)
+            site = planned.site._replace(part=part)
             module_call.parts.add_self_attention(planned.key_maps)
             for weights in planned.weights:
                 alive = [weight for reference in weights if (weight := reference()) is not None]
@@ -327,14 +329,15 @@ def _record(
     is derived from the tensors of each call, such as the order of its tokens.
     """
     recording, tokens = module_call.recording, sources.tokens
-    if recording is None or step.place is None:
+    if recording is None or step.number is None:
         return
     is_in_order = tokens is not None and are_in_order(tokens, grid)
     is_of_this_call = not (sources.may_be_cached or sources.is_recurrent or sources.are_moved)
-    if site.part or not is_of_this_call or (tokens is not None and not is_in_order):
+    if not is_of_this_call or (tokens is not None and not is_in_order):
         recording.fail()
     of_keys = frozenset() if site.cross or origins is None or origins.k is None else origins.k.maps
-    recording.add(step.place, PlannedCall(step.facts, site, sources._replace(tokens=None), is_in_order, of_keys))
+    sources, site = sources._replace(tokens=None), site._replace(part=0)
+    recording.add(step.number, PlannedCall(site, sources, is_in_order, names_of_layer(origins), of_keys))
 
 
 def _input_sources(origins: CallOrigins | None) -> InputSources:
@@ -378,7 +381,7 @@ def _answer_to_interceptors(problem: Problem, run: Callable[[Problem], Answer]) 
     let them observe the weights and change the output, and return the answer.
     """
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(problem))
-    step = call_stack.step(CallFacts.of("headwise.attend", problem.q, problem.k, problem.v))
+    step = call_stack.step("headwise.attend", problem.q, problem.k, problem.v)
     if step is None:
         return run(problem)
     origins = call_stack.origins_of(problem.q, problem.k, problem.v)

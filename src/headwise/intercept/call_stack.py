@@ -113,20 +113,36 @@ class CallStack(threading.local):
             report_unreadable(self.module_calls, reason)
         return reason is not None
 
-    def step(self, facts: CallFacts) -> Step | None:
+    def step(self, function: str, q: Tensor, k: Tensor, v: Tensor) -> Step | None:
         """Return the attention call that happens now in the innermost running module, to be recorded for a plan, or as
         the plan states it that is followed. Return None if the plan states no such call; the interceptors are then
         notified that the module's attention is not read.
+
+        Args:
+            function: name of the function that computes the attention.
+            q: queries `(batch, heads, queries, head_dim)`.
+            k: keys `(batch, kv_heads, keys, head_dim)`.
+            v: values `(batch, kv_heads, keys, value_dim)`.
         """
-        innermost = self.module_calls[-1]
+        facts, path = CallFacts.of(function, q, k, v), self.module_calls[-1].path
         if self.following is None:
             recording = self.module_calls[0].recording
-            return Step(facts, None if recording is None else recording.place(innermost.path), None)
-        planned = self.following.next_call(innermost.path, facts)
+            return Step(None if recording is None else recording.on_attention(path, facts, (q, k, v)), None)
+        planned = self.following.next_call(path, facts, (q, k, v))
+        self.following.attended.append(self.module_calls[:])
         if planned is None:
-            report_unreadable(self.module_calls, OTHER_WAY)
+            self.report_contradiction()
             return None
-        return Step(facts, None, planned)
+        return Step(None, planned)
+
+    def report_contradiction(self) -> None:
+        """Report to the interceptors that the modules which attended in the running call of the model are not read,
+        since the call has contradicted the plan that it follows.
+        """
+        attended = [] if self.following is None else self.following.attended
+        for module_calls in attended:
+            report_unreadable(module_calls, OTHER_WAY)
+        attended.clear()
 
     def origins_of(self, q: Tensor, k: Tensor, v: Tensor) -> CallOrigins | None:
         """Return the origins (tensors on which they depend) of the queries, keys and values of an attention call.

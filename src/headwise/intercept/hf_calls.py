@@ -39,7 +39,6 @@ from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.output_tracking import follow_reported
 from headwise.intercept.patches import Patches, Replacement
-from headwise.intercept.plans import CallFacts
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.scores_behind_weights import scores_behind
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
@@ -270,7 +269,7 @@ def _intercepted_call(call: HFCall) -> Any:
     None, and possibly more.
     """
     implementation, q, k, v, mask, options = call.implementation, call.q, call.k, call.v, call.mask, call.options
-    step = call_stack.step(CallFacts.of(implementation, q, k, v))
+    step = call_stack.step(implementation, q, k, v)
     if step is None:
         return call.run()
     others: list[Any] = [None]  # what the function returns in addition to the output

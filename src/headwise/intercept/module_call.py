@@ -30,7 +30,6 @@ class ModuleCall:
         parts: attention layers that the module computes itself, in all its calls.
         call_counts: number of attention calls so far inside this call, by site.
         recording: record from which a plan is made for later calls of the model; None if none is made.
-        attention_before: number of attention calls of the module in earlier calls of it, in one call of the model.
         projected: numbers of elements of the linear maps that the module has computed so far, or since it attended, if
             it contains other modules.
         unfollowed: reasons why it may have attended in a way that is not followed, since it last attended.
@@ -44,7 +43,6 @@ class ModuleCall:
     parts: SiteParts = field(default_factory=SiteParts)
     call_counts: Counter[SiteKey] = field(default_factory=Counter)
     recording: Recording | None = None
-    attention_before: int = 0
     projected: list[int] = field(default_factory=list)
     unfollowed: list[str] = field(default_factory=list)
 
@@ -96,12 +94,6 @@ def must_trace(module_calls: Sequence[ModuleCall]) -> None:
     """Record that no plan can be made of the running call of the model, so that later calls are traced as well."""
     if module_calls and module_calls[0].recording is not None:
         module_calls[0].recording.fail()
-
-
-def keep_mode(module_calls: Sequence[ModuleCall]) -> None:
-    """Record that calls of the model which follow a plan need a torch function mode: `PlannedCalls`."""
-    if module_calls and module_calls[0].recording is not None:
-        module_calls[0].recording.needs_mode = True
 
 
 def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | None, Tensor | None]:

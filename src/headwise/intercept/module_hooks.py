@@ -14,8 +14,8 @@ from headwise.intercept import eager_softmax, output_tracking
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.function_call import tensors_among
 from headwise.intercept.interceptor import Interceptor
-from headwise.intercept.module_call import ModuleCall, must_trace, report_unreadable
-from headwise.intercept.plans import OTHER_WAY, Following, PlanKey, Recording
+from headwise.intercept.module_call import ModuleCall, must_trace
+from headwise.intercept.plans import Following, PlanKey, Recording
 from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
 from headwise.intercept.torch_patches import PlannedCalls, TorchCalls
@@ -149,25 +149,22 @@ def _push(module_call: ModuleCall, interceptors: list[Interceptor]) -> None:
     for interceptor in {call.interceptor for call in call_stack.module_calls}.difference(interceptors):
         call_stack.end_module_calls(interceptor)  # its context was closed by another thread during the call
     if not call_stack.module_calls:
-        key = _key_of(module_call)
+        key, given = _key_of(module_call), module_call.arguments.values()
         plan = None if key is None else key.plan()
         if key is not None and plan is not None:
-            call_stack.following = Following(key, plan)
-            call_stack.torch_mode = PlannedCalls() if plan.needs_mode else None
+            call_stack.following, call_stack.torch_mode = Following(key, plan, given), PlannedCalls()
         else:
-            module_call = replace(module_call, recording=None if key is None else _recording(key))
-            call_stack.lineage.restart(module_call.arguments.values())
+            if key is not None:
+                states = call_stack.current_interceptions[0].states
+                module_call = replace(module_call, recording=Recording(key, states, given))
+            call_stack.lineage.restart(given)
             call_stack.torch_mode = TorchCalls()
-        if call_stack.torch_mode is not None:
-            call_stack.torch_mode.__enter__()  # type: ignore[no-untyped-call]
-    elif call_stack.following is not None:
-        before = call_stack.following.attention_calls(module_call.path)
-        module_call = replace(module_call, attention_before=before)
-    else:
+        call_stack.torch_mode.__enter__()  # type: ignore[no-untyped-call]
+    elif call_stack.following is None:
         module_call = replace(module_call, recording=call_stack.module_calls[0].recording)
     call_stack.module_calls.append(module_call)
     if module_call.recording is not None:
-        module_call.recording.start(module_call.path)
+        module_call.recording.on_module(module_call.path)
 
 
 def _is_in_compiled_code() -> bool:
@@ -179,11 +176,6 @@ def _is_in_compiled_code() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _recording(key: PlanKey) -> Recording:
-    """Return a new record for a plan with this key."""
-    return Recording(key, call_stack.current_interceptions[0].states.held())
 
 
 def _key_of(module_call: ModuleCall) -> PlanKey | None:
@@ -199,7 +191,7 @@ def _key_of(module_call: ModuleCall) -> PlanKey | None:
     ):
         return None
     changes = [type(each.interceptor).change is not Interceptor.change for each in interceptions]
-    state = interceptions[0].states.read(len(interceptions)), any(changes), module_call.path
+    state = interceptions[0].states.read(), any(changes), module_call.path
     return PlanKey.of(module_call.module, state, module_call.arguments)
 
 
@@ -208,10 +200,8 @@ def _pop(output: Any) -> Any:
     to the interceptors, or that its attention cannot be read. If interceptors change attention outputs in `output`,
     return the changed output; otherwise None. If the stack is then empty, stop intercepting torch's functions.
     """
-    module_call, following, changed = call_stack.module_calls[-1], call_stack.following, None
-    if following is not None and not following.has_all(module_call.path, module_call.attention_before):
-        report_unreadable(call_stack.module_calls, OTHER_WAY)
-    call_stack.module_calls.pop()
+    module_call, following, changed = call_stack.module_calls.pop(), call_stack.following, None
+    has_failed = sys.exc_info()[0] is not None
     if following is None:
         with call_stack.paused():
             eager_softmax.on_module_end(module_call)
@@ -220,11 +210,10 @@ def _pop(output: Any) -> Any:
     if module_call.unfollowed and not is_pending:
         must_trace([module_call])
         module_call.interceptor.on_unreadable(module_call.path, module_call.unfollowed[0])
-    if module_call.recording is not None:
-        module_call.recording.end(module_call.path)
     if not call_stack.module_calls:
+        if following is not None and not has_failed and not following.is_complete():
+            call_stack.report_contradiction()
         call_stack.end_module_calls()
-        # No plan is made if the call has changed the modules, such as states that they keep for the next call.
-        if module_call.recording is not None and _key_of(module_call) == module_call.recording.key:
+        if module_call.recording is not None and not has_failed:
             module_call.recording.store()
     return changed

@@ -72,7 +72,7 @@ def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins, step: S
     call_stack.lineage.set_attended(out, origins)
     others = [axis for axis in range(1, out.ndim) if axis not in (axes.value, *axes.queries)]
     axis_of_heads = others[0] if len(others) == 1 else None
-    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins, axis_of_heads, step.place)
+    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins, axis_of_heads, step.number)
     call_stack.attention.outputs.set(out, [FollowedOutput(output, axes_of(out.shape), None)])
 
 

@@ -7,7 +7,7 @@ and the modules of the model are unchanged. Each attention call must then have t
 states. Mask, padding and token ids are read in every call.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -23,10 +23,8 @@ from headwise.intercept.interceptor import InputSources, SiteKey
 from headwise.intercept.unreadable_tensors import has_no_numbers
 from headwise.shapes import Int
 
-MOST_PLANS = 16
-"""Largest number of plans that are kept for one model. A model that changes its modules in every call needs a new plan
-each time, and follows none.
-"""
+MOST_KINDS, MOST_SIZES = 16, 256
+"""Largest numbers of kinds of calls for which plans of one model are kept, and of sizes of inputs for each kind."""
 
 OTHER_WAY = (
     "these modules attend in another way than in an earlier call of the model with inputs of the same kind, so their "
@@ -39,18 +37,6 @@ DEVICES = ("cpu", "cuda")
 
 _STATED = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types of inputs and of attributes of modules that are compared by value."""
-
-
-class Place(NamedTuple):
-    """Place of an attention call in a call of the model.
-
-    Attributes:
-        path: path of the innermost module that runs.
-        number: number of attention calls before it that have the same innermost module.
-    """
-
-    path: str
-    number: int
 
 
 class CallFacts(NamedTuple):
@@ -81,18 +67,19 @@ class PlannedCall:
     """Attention call that a plan states, with the facts that were derived about it.
 
     Attributes:
-        facts: properties by which the call is recognised.
-        site: where in the model.
+        site: where in the model, without the number of the layer in its module.
         sources: inputs of the model on which queries and keys depend, without their tokens.
         is_in_order: True if queries, keys and values are the tokens of their projections in the same order.
-        key_maps: names of the weights that compute the keys.
+        query_maps: names of the weights that compute the queries, or the keys if there are none, by which layers of one
+            module are told apart.
+        key_maps: names of the weights that compute the keys of self-attention.
         weights: parameters of each linear map that the model applies to the head outputs.
     """
 
-    facts: CallFacts
     site: SiteKey
     sources: InputSources
     is_in_order: bool
+    query_maps: frozenset[Hashable]
     key_maps: frozenset[Hashable]
     weights: list[list["ref[Tensor]"]] = field(default_factory=list)
 
@@ -101,13 +88,11 @@ class Step(NamedTuple):
     """Attention call of a model that happens now, in a call of the model that is recorded or follows a plan.
 
     Attributes:
-        facts: properties by which the call is recognised later.
-        place: where it happens; None if nothing is recorded.
+        number: number of the call in the call of the model; None if nothing is recorded.
         planned: what the plan states about it; None while the model is traced.
     """
 
-    facts: CallFacts
-    place: Place | None
+    number: int | None
     planned: PlannedCall | None
 
 
@@ -139,54 +124,84 @@ def are_in_order(tokens: ComparedTokens, grid: Grid) -> bool:
     return len(shapes) == (1 if grid.queries == grid.keys else 2)
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+class Steps:
+    """Description of the torch functions that a model calls, one after the other, and of attention. Two calls of the
+    model with equal steps compute the same from their inputs: the same functions of the same earlier results, with the
+    same other arguments.
+
+    Args:
+        given: the inputs of the model.
+    """
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        self._numbers: dict[int, tuple[ref[Tensor], tuple[int]]] = {}
+        self._count = 0
+        self.add_results(list(given))
+
+    def of(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the description of a call. Tensors are stated by the step that computed them."""
+        if kwargs:
+            return function, *map(self._described, args), tuple(kwargs), *map(self._described, kwargs.values())
+        return function, *map(self._described, args)
+
+    def add_results(self, result: Any) -> None:
+        """Number the tensors in the result of a call."""
+        if isinstance(result, Tensor):
+            self._number(result)
+        elif isinstance(result, tuple | list):
+            for each in result:
+                self.add_results(each)
+        elif isinstance(result, dict):
+            self.add_results(list(result.values()))
+
+    def _number(self, tensor: Tensor) -> tuple[int]:
+        """Return a new number for a tensor."""
+        self._count += 1
+        number = (self._count,)
+        self._numbers[id(tensor)] = ref(tensor), number
+        return number
+
+    def _described(self, value: Any) -> Any:
+        """Return the description of an argument: the number of a tensor, or the value of others."""
+        if isinstance(value, Tensor):
+            known = self._numbers.get(id(value))  # another tensor may have had its identity
+            return known[1] if known is not None and known[0]() is value else self._number(value)
+        kind = type(value)
+        if kind in _STATED:
+            return value
+        if issubclass(kind, tuple | list):
+            return kind, *map(self._described, value)
+        if kind is slice:
+            return kind, *map(self._described, (value.start, value.stop, value.step))
+        if issubclass(kind, dict):
+            return kind, *value, *map(self._described, value.values())
+        return kind
+
+
+class Plan(NamedTuple):
     """Facts about all attention of a model, which were derived in a traced call of the model.
 
     Attributes:
-        calls: its attention calls, by place.
-        counts: possible numbers of attention calls in one call of a module that attends, by the module's path.
-        paths: paths of the modules around attention.
+        steps: functions that the model calls, with attention.
+        calls: its attention calls, in their order.
+        around: paths of the modules around attention.
         other_paths: paths of all other modules that ran.
-        needs_mode: True if some attention calls are intercepted by a torch function mode alone.
-        sizes: smallest and largest size of each axis of the inputs in the traced calls.
-        guards: references to the objects by whose identity the modules of the model are compared.
     """
 
-    calls: Mapping[Place, PlannedCall]
-    counts: Mapping[str, frozenset[int]]
-    paths: frozenset[str]
+    steps: list[tuple[Any, ...]]
+    calls: list[PlannedCall]
+    around: frozenset[str]
     other_paths: frozenset[str]
-    needs_mode: bool
-    sizes: tuple[tuple[int, int], ...]
-    guards: list[object] = field(default_factory=list)
-
-    def fits(self, sizes: tuple[int, ...]) -> bool:
-        """Return True if these sizes of inputs lie between those of traced calls."""
-        return all(least <= size <= most for size, (least, most) in zip(sizes, self.sizes, strict=True))
-
-    def widened_by(self, before: "Plan") -> "Plan":
-        """Return this plan for the sizes of the plan `before`, too, if it states the same. Otherwise return this plan
-        unchanged.
-        """
-        names = ("_stated_calls", "counts", "paths", "other_paths", "needs_mode")
-        if any(getattr(self, name) != getattr(before, name) for name in names):
-            return self
-        pairs = zip(self.sizes, before.sizes, strict=True)
-        return replace(self, sizes=tuple((min(one[0], two[0]), max(one[1], two[1])) for one, two in pairs))
-
-    @property
-    def _stated_calls(self) -> dict[Place, tuple[Hashable, ...]]:
-        """Statements of the plan about each attention call, without the weights of its projection."""
-        return {place: (call.facts, call.site, call.sources, call.is_in_order) for place, call in self.calls.items()}
 
 
-_PLANS: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Plan]] = WeakKeyDictionary()
-"""Plans of each model, by the state of its modules and the kind of its inputs; those that were used last come last."""
+_PLANS: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, dict[tuple[int, ...], Plan] | None]] = WeakKeyDictionary()
+"""Plans of each model, by the kind of its calls and the sizes of its inputs. There is None in place of the plans for a
+kind whose calls do not always take the same steps.
+"""
 
 
 class PlanKey(NamedTuple):
-    """Model and kind of inputs to which a plan applies.
+    """Model and kind of calls to which a plan applies.
 
     Attributes:
         model: the module that is called.
@@ -215,46 +230,38 @@ class PlanKey(NamedTuple):
 
     def plan(self) -> Plan | None:
         """Return the plan that a call with this key follows; None if the call has to be traced."""
-        plans = _PLANS.get(self.model)
-        plan = None if plans is None else plans.get(self.kind)
-        return plan if plan is not None and plan.fits(self.sizes) else None
+        of_model = _PLANS.get(self.model)
+        plans = None if of_model is None else of_model.get(self.kind)
+        return None if plans is None else plans.get(self.sizes)
 
-    def store(self, plan: Plan, held: Iterable[object]) -> None:
-        """Store a new plan. If an earlier one for inputs of other sizes states the same, it is stored for sizes between
-        those of both. The plan is discarded when one of the objects in `held` no longer exists, since a new object may
-        then get its identity, by which the state of the modules is compared.
-        """
-        plans, owner, kind = _PLANS.setdefault(self.model, OrderedDict()), ref(self.model), self.kind
+    def store(self, plan: Plan) -> None:
+        """Store a new plan."""
+        of_model = _PLANS.setdefault(self.model, OrderedDict())
+        plans = of_model.setdefault(self.kind, {})
+        if plans is None:
+            return
+        plans[self.sizes] = plan
+        of_model.move_to_end(self.kind)
+        if len(of_model) > MOST_KINDS:
+            of_model.popitem(last=False)
+        if len(plans) > MOST_SIZES:
+            plans.pop(next(iter(plans)))
 
-        def discard(_: object) -> None:
-            model = owner()
-            if model is not None and model in _PLANS:
-                _PLANS[model].pop(kind, None)
-
-        before = plans.pop(kind, None)
-        plans[kind] = plan if before is None else plan.widened_by(before)
-        plan.guards.extend(ref(each, discard) if type(each).__weakrefoffset__ else each for each in held)
-        plans[kind].guards[:] = plan.guards
-        if len(plans) > MOST_PLANS:
-            plans.popitem(last=False)
-
-    def discard(self) -> None:
-        """Remove the plan that a call has contradicted."""
-        if self.model in _PLANS:
-            _PLANS[self.model].pop(self.kind, None)
+    def refuse(self) -> None:
+        """Remove the plans for this kind of calls, since a call has contradicted one, and store none from now on."""
+        _PLANS.setdefault(self.model, OrderedDict())[self.kind] = None
 
 
 def _add_kind(value: Any, kinds: list[Hashable], sizes: list[int], numbers: dict[int, int]) -> bool:
-    """Add the kind of an argument to `kinds`, and the sizes of its tensors to `sizes`. Of a tensor the kind states
-    which axes have size 1, and if the same tensor is another argument: `numbers` has the tensors so far. Return False
-    if there are no plans for such an argument.
+    """Add the kind of an argument to `kinds`, and the sizes of its tensors to `sizes`. Of a tensor the kind states if
+    it is also another argument: `numbers` has the tensors so far. Return False if there are no plans for such an
+    argument.
     """
     if type(value) in _STATED:
-        kinds.append(value)
+        kinds.append((type(value), value))
     elif type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
         number = numbers.setdefault(id(value), len(numbers))
-        ones = tuple(size == 1 for size in value.shape)
-        kinds.append((number, value.dtype, value.device, ones))
+        kinds.append((number, value.dtype, value.device, value.ndim))
         sizes.extend(value.shape)
     elif type(value) in (tuple, list):
         kinds.append((type(value), len(value)))
@@ -267,16 +274,10 @@ def _add_kind(value: Any, kinds: list[Hashable], sizes: list[int], numbers: dict
     return True
 
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
-"""Names of the attributes that every module has."""
-
-
 class ModuleStates:
-    """Reader of the state of a model's modules: what may decide how they attend.
-
-    It is the training mode, attributes such as numbers, flags and lists, those of the objects that a module holds, such
-    as its configuration, the modules inside, and the forward hooks. Modules of torch without others inside, such as
-    linear maps, are read for hooks alone.
+    """Reader of those attributes of a model's modules that most often decide how they attend: the training mode,
+    numbers, flags and names, also in the configurations of models of `transformers`, and the numbers of hooks. Calls in
+    another state have plans of their own. Whatever else changes what a model computes is seen in its steps.
 
     Attributes:
         model: the model.
@@ -285,176 +286,149 @@ class ModuleStates:
     def __init__(self, model: nn.Module) -> None:
         modules, self.model = list(model.modules()), model
         self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
-        self._written = [
-            each
-            for each in modules
-            if not isinstance(each, torch.jit.ScriptModule)
-            and (each._modules or not type(each).__module__.startswith("torch.nn.modules."))
-        ]
-        self._attributes = [(vars(each), [*vars(each).keys() - _OF_EVERY_MODULE]) for each in self._written]
-        self._children = [each._modules for each in self._written]
-        held = _objects_among(attributes[name] for attributes, names in self._attributes for name in names)
-        self._objects = [vars(each) for each in held]
-        inner = _objects_among(value for attributes in self._objects for value in attributes.values())
-        self._objects += [vars(each) for each in inner if not any(each is other for other in held)]
+        written = [each for each in modules if each._modules or not type(each).__module__.startswith("torch.nn.")]
+        self._attributes = [(vars(each), [*vars(each).keys() - _OF_EVERY_MODULE]) for each in written]
+        configs = {id(each): each for module in modules if (each := vars(module).get("config")) is not None}
+        self._attributes += [(vars(each), [*vars(each)]) for each in configs.values() if hasattr(each, "__dict__")]
 
-    def held(self) -> list[object]:
-        """Return the objects by whose identity the state is compared."""
-        modules = [each for children in self._children for each in children.values()]
-        of_modules = [attributes.get(name) for attributes, names in self._attributes for name in names]
-        values = [*of_modules, *(value for attributes in self._objects for value in attributes.values())]
-        elements = [each for value in values if isinstance(value, list | tuple) for each in value]
-        elements += [each for value in values if isinstance(value, dict) for each in value.values()]
-        without = (*_STATED, list, tuple, dict)
-        return [each for each in (*modules, *values, *elements) if type(each) not in without]
-
-    def read(self, interceptors: int) -> Hashable:
-        """Return the present state of the modules, which equals that of another time if nothing has changed. Each of
-        so many `interceptors` has hooks on every module, which are not part of the state.
-        """
+    def read(self) -> Hashable:
+        """Return the present state of the modules."""
         return (
-            tuple([(place, *hooks) for place, hooks in enumerate(self._hooks) if len(hooks) != interceptors]),
-            tuple([type(each).forward for each in self._written]),
-            tuple([tuple(map(id, children.values())) for children in self._children]),
+            tuple(map(len, self._hooks)),
             tuple(
                 [
-                    value if type(value) in _STATED else _identity(value)
+                    value if type(value) in _STATED else None
                     for attributes, names in self._attributes
                     for value in (len(attributes), attributes.get("training"), *map(attributes.get, names))
                 ]
             ),
-            tuple(
-                [
-                    value if type(value) in _STATED else _identity(value)
-                    for attributes in self._objects
-                    for value in attributes.values()
-                ]
-            ),
         )
 
-
-def _identity(value: object) -> Hashable:
-    """Return what an attribute of a module is compared by, if not by its value. Tensors are not told apart, as their
-    numbers do not decide how a module attends.
-    """
-    if isinstance(value, Tensor):
-        return "tensor"
-    if isinstance(value, list | tuple | dict):
-        elements = value.items() if isinstance(value, dict) else value
-        return tuple(
-            [each if type(each) in _STATED else str(each) if type(each) is tuple else id(each) for each in elements]
-        )
-    return id(value)
+    def identities(self) -> list[int]:
+        """Return the identities of all attributes, by which it is seen if a call of the model changes them."""
+        return [id(value) for attributes, _ in self._attributes for value in attributes.values()]
 
 
-def _objects_among(values: Iterable[object]) -> list[object]:
-    """Return the objects among `values` that have attributes of their own, such as the configuration of a module, each
-    of them once.
-    """
-    distinct = {id(each): each for each in values}.values()
-    without = (nn.Module, Tensor, type)
-    return [
-        each for each in distinct if hasattr(each, "__dict__") and not isinstance(each, without) and not callable(each)
-    ]
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+"""Names of the attributes that every module has."""
 
 
 class Recording:
-    """Record of the attention in a call of a model that is traced, from which a plan is made.
+    """Record of the steps and the attention in a call of a model that is traced, from which a plan is made.
 
     Args:
-        key: the model and the kind of its inputs.
-        held: objects by whose identity the state of the modules is compared.
-
-    Attributes:
-        key: the model and the kind of its inputs.
-        needs_mode: True if some attention calls are intercepted by a torch function mode alone.
+        key: the model and the kind of the call.
+        states: reader of the model's modules.
+        given: the inputs of the model.
     """
 
-    def __init__(self, key: PlanKey, held: Iterable[object]) -> None:
-        self.key, self._held = key, held
-        self._reading: set[str] = set()
-        self._counter: Counter[str] = Counter()
-        self._calls: dict[Place, PlannedCall] = {}
-        self._counts: dict[str, set[int]] = {}
-        self._running: list[int] = []
+    def __init__(self, key: PlanKey, states: ModuleStates, given: Iterable[Any]) -> None:
+        self._key, self._states, self._before = key, states, states.identities()
+        self._steps, self._so_far = Steps(given), list[tuple[Any, ...]]()
+        self._calls: list[PlannedCall | None] = []
+        self._weights: list[list[list[ref[Tensor]]]] = []
         self._ran: set[str] = set()
-        self._has_failed = self.needs_mode = False
+        self._has_failed = False
 
     def fail(self) -> None:
         """Record that there is no plan for this call: some of its attention must be followed through all functions."""
         self._has_failed = True
 
-    def on_read(self, path: str) -> None:
-        """Record that the module at `path` reads numbers of a tensor, which may decide how it attends."""
-        self._reading.add(path)
-
-    def start(self, path: str) -> None:
+    def on_module(self, path: str) -> None:
         """Record that a call of the module at `path` starts."""
         self._ran.add(path)
-        self._running.append(self._counter[path])
 
-    def end(self, path: str) -> None:
-        """Record that the call of the module at `path` ends."""
-        if self._running:
-            self._counts.setdefault(path, set()).add(self._counter[path] - self._running.pop())
+    def on_function(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record that the model calls a torch function."""
+        if not self._has_failed:
+            self._so_far.append(self._steps.of(function, args, kwargs))
 
-    def place(self, path: str) -> Place:
-        """Return the place of the next attention call in the module at `path`."""
-        place = Place(path, self._counter[path])
-        self._counter[path] += 1
-        return place
+    def on_result(self, result: Any) -> None:
+        """Record the result of the function."""
+        if not self._has_failed:
+            self._steps.add_results(result)
 
-    def add(self, place: Place, call: PlannedCall) -> None:
-        """Add an attention call, for the plan."""
-        self._calls[place] = call
+    def on_attention(self, path: str, facts: CallFacts, tensors: tuple[Tensor, ...]) -> int:
+        """Record an attention call in the module at `path`, and return its number."""
+        self.on_function((path, facts), tensors, {})
+        self._calls.append(None)
+        self._weights.append([])
+        return len(self._calls) - 1
 
-    def on_projected(self, place: Place, weights: Iterable[Tensor]) -> None:
+    def add(self, number: int, call: PlannedCall) -> None:
+        """Add what was derived about an attention call."""
+        self._calls[number] = call
+
+    def on_projected(self, number: int, weights: Iterable[Tensor]) -> None:
         """Record the parameters of a linear map that the model applies to the head outputs of an attention call."""
-        if place in self._calls:
-            self._calls[place].weights.append([ref(weight) for weight in weights])
+        self._weights[number].append([ref(weight) for weight in weights])
 
     def store(self) -> None:
-        """Store the plan at the end of the model's call, if everything was derived that the plan states."""
-        is_whole = len(self._calls) == sum(self._counter.values())
-        if self._has_failed or not is_whole or not self._calls:
+        """Store the plan at the end of the model's call. There is none if the call has changed attributes of modules,
+        such as states that they keep for the next call.
+        """
+        calls = [
+            replace(call, weights=weights)
+            for call, weights in zip(self._calls, self._weights, strict=True)
+            if call is not None
+        ]
+        if self._has_failed or not calls or len(calls) < len(self._calls) or self._states.identities() != self._before:
             return
-        attending = {place.path for place in self._calls}
-        if any(path == each or path.startswith(f"{each}.") for path in self._reading for each in attending):
-            return
-        names = [path.split(".") for path in attending]
-        around = {".".join(each[:depth]) for each in names for depth in range(len(each) + 1)}
-        counts = {path: frozenset(counts) for path, counts in self._counts.items() if path in attending}
-        sizes = tuple((size, size) for size in self.key.sizes)
-        others = frozenset(self._ran - around)
-        self.key.store(Plan(self._calls, counts, frozenset(around), others, self.needs_mode, sizes), self._held)
+        names = [call.site.path.split(".") for call in calls]
+        around = frozenset(".".join(each[:depth]) for each in names for depth in range(len(each) + 1))
+        self._key.store(Plan(self._so_far, calls, around, frozenset(self._ran - around)))
 
 
 class Following:
-    """State of a call of a model that follows a plan.
+    """State of a call of a model that follows a plan. Each step of the call is compared with the plan.
 
     Attributes:
         plan: the plan.
+        attended: running modules at each attention call so far.
+        is_contradicted: True if the call has taken another step than the plan states.
     """
 
-    def __init__(self, key: PlanKey, plan: Plan) -> None:
-        self._key, self.plan = key, plan
-        self._counter: Counter[str] = Counter()
+    def __init__(self, key: PlanKey, plan: Plan, given: Iterable[Any]) -> None:
+        self._key, self.plan, self._steps = key, plan, Steps(given)
+        self._step = self._call = 0
+        self.attended: list[list[Any]] = []
+        self.is_contradicted = False
         self._numbers: dict[tuple[int, int], Tensor] = {}
 
-    def attention_calls(self, path: str) -> int:
-        """Return the number of attention calls so far whose innermost module is that at `path`."""
-        return self._counter[path]
-
-    def next_call(self, path: str, facts: CallFacts) -> PlannedCall | None:
-        """Return what the plan states about the attention call that happens now in the module at `path`. Return None
-        if the plan does not state a call with these properties there; it is then not followed again.
+    def is_next(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return True if the plan states this call of a torch function as the next step. If it does not, the plan is
+        followed no longer, and no plan is made for such calls of the model.
         """
-        planned = self.plan.calls.get(Place(path, self._counter[path]))
-        self._counter[path] += 1
-        if planned is None or planned.facts != facts:
-            self._key.discard()
+        number, steps = self._step, self.plan.steps
+        if not self.is_contradicted:
+            self._step += 1
+            if number >= len(steps) or steps[number] != self._steps.of(function, args, kwargs):
+                self._contradict()
+        return not self.is_contradicted
+
+    def on_result(self, result: Any) -> None:
+        """Take note of the result of the function."""
+        if not self.is_contradicted:
+            self._steps.add_results(result)
+
+    def next_call(self, path: str, facts: CallFacts, tensors: tuple[Tensor, ...]) -> PlannedCall | None:
+        """Return what the plan states about the attention call that happens now in the module at `path`. Return None
+        if the plan does not state it.
+        """
+        if not self.is_next((path, facts), tensors, {}):
             return None
-        return planned
+        self._call += 1
+        return self.plan.calls[self._call - 1]
+
+    def is_complete(self) -> bool:
+        """Return True if the call has taken all steps of the plan."""
+        if not self.is_contradicted and self._step < len(self.plan.steps):
+            self._contradict()
+        return not self.is_contradicted
+
+    def _contradict(self) -> None:
+        self.is_contradicted = True
+        self._key.refuse()
 
     def sources_of(self, planned: PlannedCall, grid: Grid) -> InputSources:
         """Return the sources of an attention call with these sizes, with its tokens if they are in order."""
@@ -471,13 +445,3 @@ class Following:
         if sizes not in self._numbers:
             self._numbers[sizes] = numbers_in_order(*sizes, grid.device)
         return NumberedTokens(self._numbers[sizes], LinearMapCall(sizes))
-
-    def has_all(self, path: str, before: int) -> bool:
-        """Return True if a call of the module at `path` has made as many attention calls as the plan states. `before`
-        is their number at its start. If it has not, the plan is not followed again.
-        """
-        counts = self.plan.counts.get(path)
-        if counts is None or self._counter[path] - before in counts:
-            return True
-        self._key.discard()
-        return False

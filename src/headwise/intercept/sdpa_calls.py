@@ -25,10 +25,10 @@ from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import SDPA, is_causal_bias, is_foreign
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
-from headwise.intercept.module_call import ModuleCall, must_trace, report_empty
+from headwise.intercept.module_call import ModuleCall, must_trace, report_empty, report_unreadable
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import before_function, hold, refuse_multiplied
-from headwise.intercept.plans import CallFacts, Step
+from headwise.intercept.plans import OTHER_WAY, Step
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.shapes import Float
 
@@ -40,7 +40,8 @@ def intercepted_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any)
     """
     if not call_stack.intercepts:
         return accelerated_sdpa(previous, *args, **kwargs)
-    return _reported_sdpa(previous, *args, **kwargs)
+    with call_stack.paused():  # so that only the model's own functions are followed
+        return _reported_sdpa(previous, *args, **kwargs)
 
 
 def _reported_sdpa(
@@ -52,9 +53,7 @@ def _reported_sdpa(
     """
     if call_stack.reports_unreadable(query):
         return accelerated_sdpa(previous, query, key, value, *args, **kwargs)
-    step = None
-    if query.ndim == 4:
-        step = call_stack.step(CallFacts.of("scaled_dot_product_attention", query, key, value))
+    step = call_stack.step(SDPA.__name__, query, key, value) if query.ndim == 4 else None
     if call_stack.following is not None:
         return _planned_sdpa(previous, query, key, value, step, *args, **kwargs)
     if step is None:
@@ -81,8 +80,8 @@ def _reported_sdpa(
         answer = Answer(layout.by_head(out), None, None)
         if not is_attention(lambda: source.problem(layout), lambda: answer, compute_without_dropout):
             return out
-    place = None if step is None else step.place
-    return hold(AttentionOutput(source, out, source.axes, source.module_calls, origins, place=place), out)
+    number = None if step is None else step.number
+    return hold(AttentionOutput(source, out, source.axes, source.module_calls, origins, number=number), out)
 
 
 def _options_of(query: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -110,6 +109,9 @@ def _planned_sdpa(
     with call_stack.paused():
         out = accelerated_sdpa(previous, query, key, value, **options)
     if step is None or not key.shape[-2]:
+        return out
+    if is_foreign(previous, SDPA):
+        report_unreadable(call_stack.module_calls, OTHER_WAY)
         return out
     source = SDPACall.of(query, key, value, options, out, None, step)
     layout = HeadLayout(tuple(out.shape), 3, (2,), (Factor(1, 1, out.shape[1]),) if out.shape[1] > 1 else ())

@@ -37,9 +37,10 @@ class SiteParts:
             cross: True for cross-attention.
             origins: sources of the call's queries, keys and values.
         """
-        weights: frozenset[Hashable] = frozenset()
-        if origins is not None:
-            weights = origins.q.maps or (frozenset() if origins.k is None else origins.k.maps)
+        return self.index_of(cross, names_of_layer(origins))
+
+    def index_of(self, cross: bool, weights: frozenset[Hashable]) -> int:
+        """Return the number of the attention layer whose queries are projected by the weights with these names."""
         if not weights:
             return 0
         layers = self._weights[cross]
@@ -51,3 +52,12 @@ class SiteParts:
                 return index
         layers.append(weights)
         return len(layers) - 1
+
+
+def names_of_layer(origins: CallOrigins | None) -> frozenset[Hashable]:
+    """Return the names of the weights by which a call's layer is told apart from others in its module: those that
+    compute its queries, or else its keys.
+    """
+    if origins is None:
+        return frozenset()
+    return origins.q.maps or (frozenset() if origins.k is None else origins.k.maps)

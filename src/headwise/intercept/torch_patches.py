@@ -25,11 +25,11 @@ from headwise.intercept.checkpointing import InterceptedCheckpointFrame, Interce
 from headwise.intercept.contractions import BMM
 from headwise.intercept.foreign_functions import OPERATORS as OTHER_OPERATORS
 from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torchs_own
-from headwise.intercept.function_call import QUERIES, READINGS, FunctionCall
+from headwise.intercept.function_call import QUERIES, FunctionCall
 from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import dispatch_patches
 from headwise.intercept.in_place_changes import share_memory
-from headwise.intercept.module_call import keep_mode, must_trace
+from headwise.intercept.module_call import must_trace
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import after_function, before_function, lose_outputs
 from headwise.intercept.patches import Patches, Replacement
@@ -62,57 +62,84 @@ class TorchCalls(TorchFunctionMode):
             return torchs_own(func)(*args, **kwargs)  # a compiler reads it; its calls are intercepted when they run
         if func in QUERIES:
             return func(*args, **kwargs)
-        operator, func = func, torchs_own(func)
         if call_stack.torch_mode is not self or not call_stack.intercepts:
-            return func(*args, **kwargs)  # the mode is another one where a backward pass repeats modules in a module
-        if func in READINGS and call_stack.module_calls[0].recording is not None:
-            call_stack.module_calls[0].recording.on_read(call_stack.module_calls[-1].path)
-        if func is SDPA or operator in OPERATORS:
-            return _attention(func if func is SDPA else operator, args, kwargs)
-        call = before_function(FunctionCall(func, args, kwargs))
-        if func is TORCH_ATTENTION:
-            return _torch_attention(*call.args, **call.kwargs)
-        before_overwriting(call)
-        kept = _scores_to_keep(call)
-        is_renamed = func is not operator and isinstance(operator, OTHER_OPERATORS)
-        result = operator(*call.args, **call.kwargs) if is_renamed else call.run()
-        after_function(call, result)
-        if not has_no_numbers():
-            follow_places(call, result)
-        call = contracted(call, result)
-        result = _recorded(call, result, kept)
-        report_fused(call, result, call_stack.module_calls)
-        report_new_tensors(call, result)
-        call_stack.lineage.record(call, result, call_stack.module_calls)
-        if has_no_numbers():
-            lose_outputs()
-        else:
-            call_stack.lineage.tokens.record(call, result)
-            call_stack.lineage.record_ids(call, result, call_stack.module_calls)
+            # The mode is another one where a backward pass repeats modules in a module.
+            return torchs_own(func)(*args, **kwargs)
+        recording = call_stack.module_calls[0].recording
+        if recording is None:
+            return _traced(func, args, kwargs)
+        recording.on_function(torchs_own(func), args, kwargs)
+        result = _traced(func, args, kwargs)
+        recording.on_result(result)
         return result
 
 
 class PlannedCalls(TorchFunctionMode):
-    """Torch function mode for calls of a model that follow a plan, if the model holds torch's own function
-    `scaled_dot_product_attention`, or calls `F.multi_head_attention_forward`. The first is intercepted by the mode
-    alone. In place of the second, torch would call a function of C++, which cannot be intercepted, without a mode.
+    """Torch function mode for calls of a model that follow a plan. It compares each function that the model calls with
+    the plan, and intercepts calls of SDPA that do not use its name.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function and return its result."""
-        is_attention = func is SDPA or func in OPERATORS
-        if is_attention and call_stack.torch_mode is self and call_stack.intercepts:
-            return _attention(func, args, kwargs or {})
-        return torchs_own(func)(*args, **(kwargs or {}))
+        """Call a torch function and return its result. If the plan states another function, report the contradiction
+        to the interceptors.
+        """
+        kwargs = kwargs or {}
+        if func in QUERIES:
+            return func(*args, **kwargs)
+        following = call_stack.following
+        if following is None or call_stack.torch_mode is not self or not call_stack.intercepts:
+            return torchs_own(func)(*args, **kwargs)
+        own = torchs_own(func)
+        if not following.is_next(own, args, kwargs):
+            call_stack.report_contradiction()
+        if own is SDPA or func in OPERATORS:
+            result = _attention(own if own is SDPA else func, args, kwargs)
+        else:
+            result = _run(func, own, args, kwargs)
+        following.on_result(result)
+        return result
+
+
+def _run(func: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `own`, torch's own function in place of `func`; operators are called under their own name."""
+    return (func if isinstance(func, OTHER_OPERATORS) else own)(*args, **kwargs)
+
+
+def _traced(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a torch function of an intercepted model, and return its result. The function is recorded if it is part of
+    attention, and its arguments may be changed by the interceptors.
+    """
+    func = torchs_own(operator)
+    if func is SDPA or operator in OPERATORS:
+        return _attention(func if func is SDPA else operator, args, kwargs)
+    call = before_function(FunctionCall(func, args, kwargs))
+    if func is TORCH_ATTENTION:
+        return _torch_attention(*call.args, **call.kwargs)
+    before_overwriting(call)
+    kept = _scores_to_keep(call)
+    result = _run(operator, func, call.args, call.kwargs)
+    after_function(call, result)
+    if not has_no_numbers():
+        follow_places(call, result)
+    call = contracted(call, result)
+    result = _recorded(call, result, kept)
+    report_fused(call, result, call_stack.module_calls)
+    report_new_tensors(call, result)
+    call_stack.lineage.record(call, result, call_stack.module_calls)
+    if has_no_numbers():
+        lose_outputs()
+    else:
+        call_stack.lineage.tokens.record(call, result)
+        call_stack.lineage.record_ids(call, result, call_stack.module_calls)
+    return result
 
 
 def _attention(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a call of SDPA, or of an operator of torch for attention, inside an intercepted model. Return its result,
     with the interceptors' changes.
     """
-    keep_mode(call_stack.module_calls)
     if function is SDPA:
         return intercepted_sdpa(SDPA, *args, **kwargs)
     name = OPERATORS[function].__name__
@@ -164,7 +191,6 @@ def _torch_attention(
     softmax and other functions.
     """
     lineage, module_calls = call_stack.lineage, call_stack.module_calls
-    keep_mode(module_calls)
     weight = kwargs["q_proj_weight"] if in_proj_weight is None else in_proj_weight
     projection = lineage.origin(weight, module_calls)
     of_q, of_k, of_v = (lineage.linear(lineage.origin(each, module_calls), projection) for each in (query, key, value))

@@ -16,7 +16,7 @@ from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.module_call import must_trace, report_unreadable
 from headwise.intercept.output_tracking import follow_reported, hold, refuse_multiplied
-from headwise.intercept.plans import OTHER_WAY, CallFacts
+from headwise.intercept.plans import OTHER_WAY
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.sdpa_calls import SDPACall
 
@@ -60,9 +60,7 @@ def _answered(name: str, out: Tensor, call: EngineCall) -> Tensor:
     """Report a call of the function `name` to the interceptors, after the engine has computed its output `out`. They
     observe its weights, which headwise computes in addition, without dropout. Return the output with their changes.
     """
-    step = (
-        None if call_stack.reports_unreadable(call.q) else call_stack.step(CallFacts.of(name, call.q, call.k, call.v))
-    )
+    step = None if call_stack.reports_unreadable(call.q) else call_stack.step(name, call.q, call.k, call.v)
     if step is None:
         return out
     origins = call_stack.origins_of(call.q, *(call.sources or (call.k, call.v)))
