@@ -24,7 +24,7 @@ from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, must_trace, tokens_and_padding
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.packed_sequences import PackedSequences
-from headwise.intercept.plans import PlannedCall, Step, are_in_order
+from headwise.intercept.plans import PlannedCall, Recording, Step, are_in_order
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.intercept.site_parts import names_of_layer
 from headwise.intercept.unreadable_tensors import why_not_observed
@@ -283,7 +283,7 @@ def handlers_of_call(
                 must_trace(module_calls)
             if step is not None:
                 with call_stack.paused():
-                    _record(step, module_call, site, grid, sources, origins)
+                    _record(step, module_calls[0].recording, site, grid, sources, origins)
         else:
             part = module_call.parts.index_of(planned.site.cross, planned.query_maps)
             site = planned.site._replace(part=part)
@@ -323,12 +323,17 @@ def handlers_of_call(
 
 
 def _record(
-    step: Step, module_call: ModuleCall, site: SiteKey, grid: Grid, sources: InputSources, origins: CallOrigins | None
+    step: Step,
+    recording: Recording | None,
+    site: SiteKey,
+    grid: Grid,
+    sources: InputSources,
+    origins: CallOrigins | None,
 ) -> None:
     """Record an attention call for a plan, with what was derived about it. There is no plan if something about the call
     is derived from the tensors of each call, such as the order of its tokens.
     """
-    recording, tokens = module_call.recording, sources.tokens
+    tokens = sources.tokens
     if recording is None or step.number is None:
         return
     is_in_order = tokens is not None and are_in_order(tokens, grid)

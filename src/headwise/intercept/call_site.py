@@ -20,7 +20,7 @@ def site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | Non
         module_call.stated.require_heads(grid.heads)
     is_cross = _is_cross(module_call, origins)
     if is_cross is None and not call_stack.is_recomputing:
-        must_trace([module_call])
+        must_trace(call_stack.module_calls)
         module_call.interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
     cross = is_cross is not False
     return SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))

@@ -124,11 +124,11 @@ class CallStack(threading.local):
             k: keys `(batch, kv_heads, keys, head_dim)`.
             v: values `(batch, kv_heads, keys, value_dim)`.
         """
-        facts, path = CallFacts.of(function, q, k, v), self.module_calls[-1].path
-        if self.following is None:
+        facts, path, following = CallFacts.of(function, q, k, v), self.module_calls[-1].path, self.following
+        planned = None if following is None else following.next_call(path, facts, (q, k, v))
+        if self.following is None:  # also if the plan was left just now
             recording = self.module_calls[0].recording
             return Step(None if recording is None else recording.on_attention(path, facts, (q, k, v)), None)
-        planned = self.following.next_call(path, facts, (q, k, v))
         self.following.attended.append(self.module_calls[:])
         if planned is None:
             self.report_contradiction()

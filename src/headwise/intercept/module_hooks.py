@@ -15,10 +15,10 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.function_call import tensors_among
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall, must_trace
-from headwise.intercept.plans import Following, PlanKey, Recording
+from headwise.intercept.plans import Following, PlanKey, Recording, Steps
 from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
-from headwise.intercept.torch_patches import PlannedCalls, TorchCalls
+from headwise.intercept.torch_patches import TorchCalls, trace_from_log
 from headwise.intercept.uncopied_hooks import UncopiedHooks
 from headwise.intercept.unread_attention import report_new
 
@@ -62,7 +62,7 @@ class ModuleHooks(UncopiedHooks):
         that interceptors change, return the changed arguments; otherwise None.
         """
         following = call_stack.following
-        is_around = following is None or self._path not in following.plan.other_paths
+        is_around = following is None or not following.has_attended or self._path not in following.plan.other_paths
         if not is_around and not self._interceptor.needs_end_of(self._path):
             return None
         interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
@@ -84,9 +84,6 @@ class ModuleHooks(UncopiedHooks):
         if is_outermost:
             self._interceptor.on_model_call()
         self._interceptor.on_module_call(self._path)
-        if is_outermost and call_stack.following is not None:
-            for path in call_stack.following.plan.other_paths:
-                self._interceptor.on_module_call(path)
         return changed
 
     def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -149,22 +146,22 @@ def _push(module_call: ModuleCall, interceptors: list[Interceptor]) -> None:
     for interceptor in {call.interceptor for call in call_stack.module_calls}.difference(interceptors):
         call_stack.end_module_calls(interceptor)  # its context was closed by another thread during the call
     if not call_stack.module_calls:
-        key, given = _key_of(module_call), module_call.arguments.values()
-        plan = None if key is None else key.plan()
-        if key is not None and plan is not None:
-            call_stack.following, call_stack.torch_mode = Following(key, plan, given), PlannedCalls()
+        key, given = _key_of(module_call), list(module_call.arguments.values())
+        states, plans = call_stack.current_interceptions[0].states, [] if key is None else key.plans()
+        if key is not None and plans:
+            call_stack.following = Following(key, states, plans, given, trace_from_log)
         else:
-            if key is not None:
-                states = call_stack.current_interceptions[0].states
-                module_call = replace(module_call, recording=Recording(key, states, given))
+            recording = None if key is None else Recording(key, states, Steps(given))
+            module_call = replace(module_call, recording=recording)
             call_stack.lineage.restart(given)
-            call_stack.torch_mode = TorchCalls()
+        call_stack.torch_mode = TorchCalls()
         call_stack.torch_mode.__enter__()  # type: ignore[no-untyped-call]
-    elif call_stack.following is None:
-        module_call = replace(module_call, recording=call_stack.module_calls[0].recording)
     call_stack.module_calls.append(module_call)
-    if module_call.recording is not None:
-        module_call.recording.on_module(module_call.path)
+    recording, following = call_stack.module_calls[0].recording, call_stack.following
+    if following is not None:
+        following.on_module(module_call.path)
+    elif recording is not None:
+        recording.on_module(module_call.path)
 
 
 def _is_in_compiled_code() -> bool:
@@ -208,11 +205,15 @@ def _pop(output: Any) -> Any:
             changed = output_tracking.on_module_end(output)
     is_pending = any(each.module_calls[-1] is module_call for each in call_stack.attention.pending)
     if module_call.unfollowed and not is_pending:
-        must_trace([module_call])
+        must_trace([*call_stack.module_calls, module_call])
         module_call.interceptor.on_unreadable(module_call.path, module_call.unfollowed[0])
     if not call_stack.module_calls:
         if following is not None and not has_failed and not following.is_complete():
             call_stack.report_contradiction()
+        if following is not None:
+            for interception in call_stack.current_interceptions:
+                for path in following.plan.other_paths:  # their calls were not reported one by one
+                    interception.interceptor.on_module_call(path)
         call_stack.end_module_calls()
         if module_call.recording is not None and not has_failed:
             module_call.recording.store()

@@ -278,4 +278,6 @@ def _follow_changed(changed: Tensor, tensor: Tensor, followed: FollowedOutput) -
     call_stack.attention.outputs.set(
         changed, [FollowedOutput(followed.output, followed.axes, None, followed.is_linear)]
     )
+    if call_stack.module_calls and call_stack.module_calls[0].recording is not None:
+        call_stack.module_calls[0].recording.on_replaced(changed, tensor)
     call_stack.lineage.set(changed, call_stack.lineage.origin(tensor, call_stack.module_calls))

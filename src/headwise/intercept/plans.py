@@ -8,7 +8,7 @@ states. Mask, padding and token ids are read in every call.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ from headwise.intercept.interceptor import InputSources, SiteKey
 from headwise.intercept.unreadable_tensors import has_no_numbers
 from headwise.shapes import Int
 
-MOST_KINDS, MOST_SIZES = 16, 256
-"""Largest numbers of kinds of calls for which plans of one model are kept, and of sizes of inputs for each kind."""
+MOST_KINDS, MOST_VARIANTS = 256, 4
+"""Largest numbers of kinds of calls for which plans of one model are kept, and of plans for each kind."""
 
 OTHER_WAY = (
     "these modules attend in another way than in an earlier call of the model with inputs of the same kind, so their "
@@ -154,6 +154,10 @@ class Steps:
         elif isinstance(result, dict):
             self.add_results(list(result.values()))
 
+    def replace(self, tensor: Tensor, other: Tensor) -> None:
+        """Take note of a tensor that interceptors have put in the place of another one."""
+        self._numbers[id(tensor)] = ref(tensor), self._described(other)
+
     def _number(self, tensor: Tensor) -> tuple[int]:
         """Return a new number for a tensor."""
         self._count += 1
@@ -194,9 +198,9 @@ class Plan(NamedTuple):
     other_paths: frozenset[str]
 
 
-_PLANS: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, dict[tuple[int, ...], Plan] | None]] = WeakKeyDictionary()
-"""Plans of each model, by the kind of its calls and the sizes of its inputs. There is None in place of the plans for a
-kind whose calls do not always take the same steps.
+_PLANS: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[Plan] | None]] = WeakKeyDictionary()
+"""Plans of each model, by the kind of its calls. There are several for one kind if calls of this kind take different
+steps before they first attend, as with padding or without. There is None in place of them if calls differ later.
 """
 
 
@@ -205,13 +209,11 @@ class PlanKey(NamedTuple):
 
     Attributes:
         model: the module that is called.
-        kind: state of its modules, kind of its inputs, and settings of torch.
-        sizes: sizes of the inputs.
+        kind: state of its modules, kind and sizes of its inputs, and settings of torch.
     """
 
     model: nn.Module
     kind: Hashable
-    sizes: tuple[int, ...]
 
     @staticmethod
     def of(model: nn.Module, state: Hashable, arguments: Mapping[str, Any]) -> "PlanKey | None":
@@ -219,56 +221,48 @@ class PlanKey(NamedTuple):
         a kind for which there are no plans, such as a cache of keys and values.
         """
         kinds: list[Hashable] = []
-        sizes: list[int] = []
-        if has_no_numbers() or not _add_kind(arguments, kinds, sizes, {}):
+        if has_no_numbers() or not _add_kind(arguments, kinds, {}):
             return None
         autocast = [
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in DEVICES
         ]
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._len_torch_function_stack()
-        return PlanKey(model, (state, *kinds, *modes, *autocast), tuple(sizes))
+        return PlanKey(model, (state, *kinds, *modes, *autocast))
 
-    def plan(self) -> Plan | None:
-        """Return the plan that a call with this key follows; None if the call has to be traced."""
+    def plans(self) -> list[Plan]:
+        """Return the plans for calls with this key; none if the call has to be traced."""
         of_model = _PLANS.get(self.model)
-        plans = None if of_model is None else of_model.get(self.kind)
-        return None if plans is None else plans.get(self.sizes)
+        return (None if of_model is None else of_model.get(self.kind)) or []
 
     def store(self, plan: Plan) -> None:
         """Store a new plan."""
         of_model = _PLANS.setdefault(self.model, OrderedDict())
-        plans = of_model.setdefault(self.kind, {})
-        if plans is None:
-            return
-        plans[self.sizes] = plan
-        of_model.move_to_end(self.kind)
+        plans = of_model.setdefault(self.kind, [])
+        if plans is not None:
+            plans[:] = [plan, *plans[: MOST_VARIANTS - 1]]
         if len(of_model) > MOST_KINDS:
             of_model.popitem(last=False)
-        if len(plans) > MOST_SIZES:
-            plans.pop(next(iter(plans)))
 
     def refuse(self) -> None:
         """Remove the plans for this kind of calls, since a call has contradicted one, and store none from now on."""
         _PLANS.setdefault(self.model, OrderedDict())[self.kind] = None
 
 
-def _add_kind(value: Any, kinds: list[Hashable], sizes: list[int], numbers: dict[int, int]) -> bool:
-    """Add the kind of an argument to `kinds`, and the sizes of its tensors to `sizes`. Of a tensor the kind states if
-    it is also another argument: `numbers` has the tensors so far. Return False if there are no plans for such an
-    argument.
+def _add_kind(value: Any, kinds: list[Hashable], numbers: dict[int, int]) -> bool:
+    """Add the kind of an argument to `kinds`. Of a tensor the kind states the sizes, and if it is also another
+    argument: `numbers` has the tensors so far. Return False if there are no plans for such an argument.
     """
     if type(value) in _STATED:
         kinds.append((type(value), value))
     elif type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
         number = numbers.setdefault(id(value), len(numbers))
-        kinds.append((number, value.dtype, value.device, value.ndim))
-        sizes.extend(value.shape)
+        kinds.append((number, value.dtype, value.device, value.shape))
     elif type(value) in (tuple, list):
         kinds.append((type(value), len(value)))
-        return all(_add_kind(each, kinds, sizes, numbers) for each in value)
+        return all(_add_kind(each, kinds, numbers) for each in value)
     elif isinstance(value, Mapping):
         kinds.append((type(value), *value))
-        return all(_add_kind(each, kinds, sizes, numbers) for each in value.values())
+        return all(_add_kind(each, kinds, numbers) for each in value.values())
     else:
         return False
     return True
@@ -319,15 +313,23 @@ class Recording:
     Args:
         key: the model and the kind of the call.
         states: reader of the model's modules.
-        given: the inputs of the model.
+        steps: describes the steps.
+        so_far: the steps so far.
+        ran: paths of the modules that ran so far.
     """
 
-    def __init__(self, key: PlanKey, states: ModuleStates, given: Iterable[Any]) -> None:
+    def __init__(
+        self,
+        key: PlanKey,
+        states: ModuleStates,
+        steps: Steps,
+        so_far: Iterable[tuple[Any, ...]] = (),
+        ran: Iterable[str] = (),
+    ) -> None:
         self._key, self._states, self._before = key, states, states.identities()
-        self._steps, self._so_far = Steps(given), list[tuple[Any, ...]]()
+        self._steps, self._so_far, self._ran = steps, list(so_far), set(ran)
         self._calls: list[PlannedCall | None] = []
         self._weights: list[list[list[ref[Tensor]]]] = []
-        self._ran: set[str] = set()
         self._has_failed = False
 
     def fail(self) -> None:
@@ -347,6 +349,10 @@ class Recording:
         """Record the result of the function."""
         if not self._has_failed:
             self._steps.add_results(result)
+
+    def on_replaced(self, tensor: Tensor, other: Tensor) -> None:
+        """Record that interceptors have put `tensor` in the place of another one that the model computed."""
+        self._steps.replace(tensor, other)
 
     def on_attention(self, path: str, facts: CallFacts, tensors: tuple[Tensor, ...]) -> int:
         """Record an attention call in the module at `path`, and return its number."""
@@ -379,37 +385,103 @@ class Recording:
         self._key.store(Plan(self._so_far, calls, around, frozenset(self._ran - around)))
 
 
-class Following:
-    """State of a call of a model that follows a plan. Each step of the call is compared with the plan.
+class LoggedFunction(NamedTuple):
+    """Call of a torch function before the first attention call of a model, to be traced later if need be.
 
     Attributes:
-        plan: the plan.
-        attended: running modules at each attention call so far.
-        is_contradicted: True if the call has taken another step than the plan states.
+        function: the function.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+        result: what it returned.
+        module_calls: the running modules.
     """
 
-    def __init__(self, key: PlanKey, plan: Plan, given: Iterable[Any]) -> None:
-        self._key, self.plan, self._steps = key, plan, Steps(given)
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    module_calls: list[Any]
+
+
+class Following:
+    """State of a call of a model that follows a plan. Each step of the call is compared with the plan. If a step before
+    the first attention call differs, another plan may state it, or the call is traced after all, from its log.
+
+    Args:
+        key: the model and the kind of the call.
+        states: reader of the model's modules.
+        plans: the plans for this kind of calls.
+        given: the inputs of the model.
+        trace: function that traces the call after all.
+
+    Attributes:
+        given: the inputs of the model.
+        plan: the plan that is followed.
+        attended: running modules at each attention call so far.
+        is_contradicted: True if the call has taken another step than the plan states.
+        log: functions that the model called before it first attended.
+    """
+
+    def __init__(
+        self,
+        key: PlanKey,
+        states: ModuleStates,
+        plans: list[Plan],
+        given: list[Any],
+        trace: Callable[["Following"], None],
+    ) -> None:
+        self._key, self._states, self._plans, self.given, self._trace = key, states, plans, given, trace
+        self.plan, self._steps = plans[0], Steps(given)
         self._step = self._call = 0
+        self._ran: list[str] = []
         self.attended: list[list[Any]] = []
         self.is_contradicted = False
+        self.log: list[LoggedFunction] = []
         self._numbers: dict[tuple[int, int], Tensor] = {}
 
-    def is_next(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return True if the plan states this call of a torch function as the next step. If it does not, the plan is
-        followed no longer, and no plan is made for such calls of the model.
-        """
-        number, steps = self._step, self.plan.steps
-        if not self.is_contradicted:
-            self._step += 1
-            if number >= len(steps) or steps[number] != self._steps.of(function, args, kwargs):
-                self._contradict()
-        return not self.is_contradicted
+    @property
+    def has_attended(self) -> bool:
+        """True after the first attention call."""
+        return self._call > 0
 
-    def on_result(self, result: Any) -> None:
-        """Take note of the result of the function."""
-        if not self.is_contradicted:
-            self._steps.add_results(result)
+    def on_module(self, path: str) -> None:
+        """Take note of a call of the module at `path`."""
+        self._ran.append(path)
+
+    def is_next(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return True if the plan states this call of a torch function as the next step. If no plan does, the plan is
+        followed no longer: the call is traced instead if the model has not attended yet. Otherwise no plan is made
+        from now on for such calls of the model.
+        """
+        if self.is_contradicted:
+            return False
+        number, step = self._step, self._steps.of(function, args, kwargs)
+        self._step += 1
+        if number < len(self.plan.steps) and self.plan.steps[number] == step:
+            return True
+        if not self.has_attended:
+            so_far = self.plan.steps[:number]
+            for plan in self._plans:
+                if number < len(plan.steps) and plan.steps[number] == step and plan.steps[:number] == so_far:
+                    self.plan = plan
+                    return True
+            self._trace(self)
+        else:
+            self._key.refuse()
+        self.is_contradicted = True
+        return False
+
+    def recording(self) -> Recording:
+        """Return a record of the steps so far, from which a further plan is made."""
+        return Recording(self._key, self._states, self._steps, self.plan.steps[: self._step - 1], self._ran)
+
+    def on_result(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, modules: Any
+    ) -> None:
+        """Take note of the `result` of a function that the plan states. `modules` are the running module calls."""
+        self._steps.add_results(result)
+        if not self.has_attended:
+            self.log.append(LoggedFunction(function, args, kwargs, result, list(modules)))
 
     def next_call(self, path: str, facts: CallFacts, tensors: tuple[Tensor, ...]) -> PlannedCall | None:
         """Return what the plan states about the attention call that happens now in the module at `path`. Return None
@@ -418,17 +490,15 @@ class Following:
         if not self.is_next((path, facts), tensors, {}):
             return None
         self._call += 1
+        self.log.clear()
         return self.plan.calls[self._call - 1]
 
     def is_complete(self) -> bool:
         """Return True if the call has taken all steps of the plan."""
         if not self.is_contradicted and self._step < len(self.plan.steps):
-            self._contradict()
+            self._key.refuse()
+            self.is_contradicted = True
         return not self.is_contradicted
-
-    def _contradict(self) -> None:
-        self.is_contradicted = True
-        self._key.refuse()
 
     def sources_of(self, planned: PlannedCall, grid: Grid) -> InputSources:
         """Return the sources of an attention call with these sizes, with its tokens if they are in order."""

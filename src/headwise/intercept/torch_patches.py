@@ -5,6 +5,7 @@ Each replacement reads the call stack of its thread and leaves calls outside of 
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ from headwise.intercept.function_call import QUERIES, FunctionCall
 from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import dispatch_patches
 from headwise.intercept.in_place_changes import share_memory
-from headwise.intercept.module_call import must_trace
+from headwise.intercept.module_call import ModuleCall, must_trace
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import after_function, before_function, lose_outputs
 from headwise.intercept.patches import Patches, Replacement
+from headwise.intercept.plans import Following
 from headwise.intercept.score_places import follow_places
 from headwise.intercept.score_products import follow_scores, written_softmax
 from headwise.intercept.sdpa_calls import intercepted_sdpa
@@ -46,17 +48,15 @@ TORCH_ATTENTION = F.multi_head_attention_forward
 
 
 class TorchCalls(TorchFunctionMode):
-    """Torch function mode that intercepts attention in the thread that enters it. It intercepts
-    `scaled_dot_product_attention`, softmax, the functions that compute the input of a softmax, and those that use its
-    result, also as tensor methods.
+    """Torch function mode in the thread that enters it. It traces the functions that an intercepted model calls, also
+    as tensor methods: `scaled_dot_product_attention`, softmax, the functions that compute the input of a softmax, and
+    those that use its result. In a call of a model that follows a plan, it compares each function with the plan.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function and return its result. Inside an intercepted model, functions that are part of
-        attention are recorded, and their arguments may be changed by the interceptors.
-        """
+        """Call a torch function and return its result."""
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return torchs_own(func)(*args, **kwargs)  # a compiler reads it; its calls are intercepted when they run
@@ -65,6 +65,8 @@ class TorchCalls(TorchFunctionMode):
         if call_stack.torch_mode is not self or not call_stack.intercepts:
             # The mode is another one where a backward pass repeats modules in a module.
             return torchs_own(func)(*args, **kwargs)
+        if call_stack.following is not None:
+            return _planned(call_stack.following, func, args, kwargs)
         recording = call_stack.module_calls[0].recording
         if recording is None:
             return _traced(func, args, kwargs)
@@ -74,32 +76,41 @@ class TorchCalls(TorchFunctionMode):
         return result
 
 
-class PlannedCalls(TorchFunctionMode):
-    """Torch function mode for calls of a model that follow a plan. It compares each function that the model calls with
-    the plan, and intercepts calls of SDPA that do not use its name.
+def _planned(following: Following, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a torch function of a model that follows a plan, and return its result. If no plan states the function,
+    trace it, or report the contradiction to the interceptors if the model has attended.
     """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call a torch function and return its result. If the plan states another function, report the contradiction
-        to the interceptors.
-        """
-        kwargs = kwargs or {}
-        if func in QUERIES:
-            return func(*args, **kwargs)
-        following = call_stack.following
-        if following is None or call_stack.torch_mode is not self or not call_stack.intercepts:
-            return torchs_own(func)(*args, **kwargs)
-        own = torchs_own(func)
-        if not following.is_next(own, args, kwargs):
-            call_stack.report_contradiction()
-        if own is SDPA or func in OPERATORS:
-            result = _attention(own if own is SDPA else func, args, kwargs)
-        else:
-            result = _run(func, own, args, kwargs)
-        following.on_result(result)
+    own = torchs_own(func)
+    is_next = following.is_next(own, args, kwargs)
+    if call_stack.following is None:  # the plan was left just now
+        recording = call_stack.module_calls[0].recording
+        assert recording is not None
+        recording.on_function(own, args, kwargs)
+        result = _traced(func, args, kwargs)
+        recording.on_result(result)
         return result
+    if not is_next:
+        call_stack.report_contradiction()
+    if own is SDPA or func in OPERATORS:
+        result = _attention(own if own is SDPA else func, args, kwargs)
+    else:
+        result = _run(func, own, args, kwargs)
+    if is_next:
+        following.on_result(func, args, kwargs, result, call_stack.module_calls)
+    return result
+
+
+def trace_from_log(following: Following) -> None:
+    """Trace the running call of a model, which has left its plan before it first attended: record the functions that
+    the model has called so far, as if they had been traced.
+    """
+    call_stack.following = None
+    call_stack.module_calls[0] = replace(call_stack.module_calls[0], recording=following.recording())
+    call_stack.lineage.restart(following.given)
+    with call_stack.paused():
+        for function, args, kwargs, result, module_calls in following.log:
+            call = FunctionCall(torchs_own(function), args, kwargs)
+            _take_note(call, _recorded(contracted(call, result), result, None), module_calls)
 
 
 def _run(func: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,13 +138,18 @@ def _traced(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     result = _recorded(call, result, kept)
     report_fused(call, result, call_stack.module_calls)
     report_new_tensors(call, result)
-    call_stack.lineage.record(call, result, call_stack.module_calls)
+    _take_note(call, result, call_stack.module_calls)
+    return result
+
+
+def _take_note(call: FunctionCall, result: Any, module_calls: list[ModuleCall]) -> None:
+    """Record the sources, the tokens and the token ids of the `result` of a function."""
+    call_stack.lineage.record(call, result, module_calls)
     if has_no_numbers():
         lose_outputs()
     else:
         call_stack.lineage.tokens.record(call, result)
-        call_stack.lineage.record_ids(call, result, call_stack.module_calls)
-    return result
+        call_stack.lineage.record_ids(call, result, module_calls)
 
 
 def _attention(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
