@@ -378,7 +378,10 @@ def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> An
     outputs. If they observe, blockwise attention may compute the answer in place of `run`.
     """
     with accelerated_modules.paused(OWN_BACKEND):
-        return _answer_to_interceptors(problem, run) if call_stack.intercepts else run(problem)
+        if not call_stack.intercepts:
+            return run(problem)
+        with call_stack.paused():
+            return _answer_to_interceptors(problem, run)
 
 
 def _answer_to_interceptors(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:

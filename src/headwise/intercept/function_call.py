@@ -35,6 +35,15 @@ QUERIES: frozenset[Callable[..., Any]] = frozenset(
 """Methods and properties of a tensor, such as its shape, that contain no elements of it."""
 
 
+_READING_NAMES = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero")
+
+READINGS: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(Tensor, name) for name in (*_READING_NAMES, "equal", "allclose")]
+    + [torch.equal, torch.allclose, torch.is_nonzero]
+)
+"""Functions that return numbers of a tensor to Python, where a model may decide by them what to compute."""
+
+
 @dataclass(slots=True, eq=False)
 class FunctionCall:
     """One call of a torch function: the function and its arguments. The call can be repeated with other tensors.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.compared_tokens import ComparedTokens, LinearMapCall, NumberedTokens
+from headwise.intercept.function_call import READINGS
 from headwise.intercept.interceptor import InputSources, SiteKey
 from headwise.intercept.unreadable_tensors import has_no_numbers
 from headwise.shapes import Int
@@ -35,7 +36,7 @@ OTHER_WAY = (
 DEVICES = ("cpu", "cuda")
 """Types of devices whose autocast a plan depends on."""
 
-_STATED = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+_STATED = (int, type(None), bool, str, float, torch.dtype, torch.device)
 """Types of inputs and of attributes of modules that are compared by value."""
 
 
@@ -62,7 +63,7 @@ class CallFacts(NamedTuple):
         return CallFacts(function, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PlannedCall:
     """Attention call that a plan states, with the facts that were derived about it.
 
@@ -81,7 +82,7 @@ class PlannedCall:
     is_in_order: bool
     query_maps: frozenset[Hashable]
     key_maps: frozenset[Hashable]
-    weights: list[list["ref[Tensor]"]] = field(default_factory=list)
+    weights: list[list["ref[Tensor]"]] = field(default_factory=list, compare=False)
 
 
 class Step(NamedTuple):
@@ -198,9 +199,10 @@ class Plan(NamedTuple):
     other_paths: frozenset[str]
 
 
-_PLANS: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[Plan] | None]] = WeakKeyDictionary()
-"""Plans of each model, by the kind of its calls. There are several for one kind if calls of this kind take different
-steps before they first attend, as with padding or without. There is None in place of them if calls differ later.
+_PLANS: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[tuple[Plan, bool]] | None]] = WeakKeyDictionary()
+"""Plans of each model, by the kind of its calls, with True if a second call has confirmed the plan. There are several
+for one kind if its calls take different steps, as with padding or without. There is None in place of them if a call has
+contradicted a plan after it attended.
 """
 
 
@@ -232,14 +234,19 @@ class PlanKey(NamedTuple):
     def plans(self) -> list[Plan]:
         """Return the plans for calls with this key; none if the call has to be traced."""
         of_model = _PLANS.get(self.model)
-        return (None if of_model is None else of_model.get(self.kind)) or []
+        known = None if of_model is None else of_model.get(self.kind)
+        return [plan for plan, is_confirmed in known or () if is_confirmed]
 
     def store(self, plan: Plan) -> None:
-        """Store a new plan."""
+        """Store a new plan. It is followed once a second traced call has given the same: the first call of a model may
+        fill caches.
+        """
         of_model = _PLANS.setdefault(self.model, OrderedDict())
         plans = of_model.setdefault(self.kind, [])
         if plans is not None:
-            plans[:] = [plan, *plans[: MOST_VARIANTS - 1]]
+            is_confirmed = any((each.steps, each.calls) == (plan.steps, plan.calls) for each, _ in plans)
+            others = [(each, was) for each, was in plans if each.steps != plan.steps]
+            plans[:] = [(plan, is_confirmed), *others[: MOST_VARIANTS - 1]]
         if len(of_model) > MOST_KINDS:
             of_model.popitem(last=False)
 
@@ -260,7 +267,7 @@ def _add_kind(value: Any, kinds: list[Hashable], numbers: dict[int, int]) -> boo
     elif type(value) in (tuple, list):
         kinds.append((type(value), len(value)))
         return all(_add_kind(each, kinds, numbers) for each in value)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping) and all(type(name) is str for name in value):
         kinds.append((type(value), *value))
         return all(_add_kind(each, kinds, numbers) for each in value.values())
     else:
@@ -341,7 +348,10 @@ class Recording:
         self._ran.add(path)
 
     def on_function(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record that the model calls a torch function."""
+        """Record that the model calls a torch function. There is no plan if it reads numbers after it has attended, as
+        later calls may then take other steps.
+        """
+        self._has_failed |= bool(self._calls) and function in READINGS
         if not self._has_failed:
             self._so_far.append(self._steps.of(function, args, kwargs))
 
@@ -459,12 +469,12 @@ class Following:
         self._step += 1
         if number < len(self.plan.steps) and self.plan.steps[number] == step:
             return True
+        so_far, calls = self.plan.steps[:number], self.plan.calls[: self._call]
+        for plan in self._plans:
+            if plan.steps[: number + 1] == [*so_far, step] and plan.calls[: self._call] == calls:
+                self.plan = plan
+                return True
         if not self.has_attended:
-            so_far = self.plan.steps[:number]
-            for plan in self._plans:
-                if number < len(plan.steps) and plan.steps[number] == step and plan.steps[:number] == so_far:
-                    self.plan = plan
-                    return True
             self._trace(self)
         else:
             self._key.refuse()

@@ -52,7 +52,8 @@ def finished(name: str, result: Any, read: Callable[[], EngineCall | HeadsInBatc
         reason = str(error) if isinstance(error, UnreadableCall) else f"({type(error).__name__}: {error})"
         report_unread(name, reason)
         return result
-    changed = _answered(name, out, call) if isinstance(call, EngineCall) else _followed(out, call)
+    with call_stack.paused():
+        changed = _answered(name, out, call) if isinstance(call, EngineCall) else _followed(out, call)
     return result if changed is out else _with_output(result, changed)
 
 
