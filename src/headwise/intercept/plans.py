@@ -1,10 +1,13 @@
-"""Plans of a model's attention, which are made when a call of the model is traced and followed by later calls.
+"""Plans of a model's attention, which are made when calls of the model are traced, and followed by later calls.
 
-The first call of a model is traced: a torch function mode follows every tensor from the inputs to attention, and from
-there to the output projection. If functions that state their heads compute all attention of the model, the derived
-facts are kept as a `Plan`. A later call follows the plan, without the function mode, if its inputs are of the same kind
-and the modules of the model are unchanged. Each attention call must then have the place and the heads that the plan
-states. Mask, padding and token ids are read in every call.
+A call of a model is traced: a torch function mode follows every tensor from the inputs to attention, and from there to
+the output projection. If functions that state their heads compute all attention of the model, the derived facts are
+kept as a `Plan`, with the steps of the call: which function the model called, with which earlier results. A second
+traced call with the same steps confirms the plan. A later call follows it. Its mode derives nothing, but compares each
+step with the plan, so that the same facts hold. Mask, padding and token ids are read in every call.
+
+If a step differs before the model has attended, another plan may state it; otherwise the call is traced from there. If
+a step differs later, the modules that attend in this call are left out by name.
 """
 
 from collections import OrderedDict
@@ -71,8 +74,8 @@ class PlannedCall:
         site: where in the model, without the number of the layer in its module.
         sources: inputs of the model on which queries and keys depend, without their tokens.
         is_in_order: True if queries, keys and values are the tokens of their projections in the same order.
-        query_maps: names of the weights that compute the queries, or the keys if there are none, by which layers of one
-            module are told apart.
+        query_maps: names of the weights that compute the queries, or the keys if there are none. Layers of one module
+            differ in them.
         key_maps: names of the weights that compute the keys of self-attention.
         weights: parameters of each linear map that the model applies to the head outputs.
     """

@@ -55,8 +55,8 @@ class SiteParts:
 
 
 def names_of_layer(origins: CallOrigins | None) -> frozenset[Hashable]:
-    """Return the names of the weights by which a call's layer is told apart from others in its module: those that
-    compute its queries, or else its keys.
+    """Return the names of the weights in which layers of one module differ: those that compute the queries of a call,
+    or else its keys.
     """
     if origins is None:
         return frozenset()
