@@ -48,9 +48,10 @@ def attends_to_earlier_calls(query: Origin, key: Origin | None, lineage: Lineage
 
 
 def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Origin, Origin | None]:
-    """Return the origins (sources) of the queries and the keys whose product is `scores`. Scores may be a sum of
-    products, for example of queries with keys and of queries with position embeddings. Then return the factors of the
-    product that is self-attention, else of the product with most sources in common with the values.
+    """Return the origins (sources) of the queries and the keys that were multiplied to compute scores with the origin
+    `scores`. If no product is known, return `scores` and None. Scores may be a sum of products, for example of queries
+    with keys and of queries with position embeddings. Then return the factors of the product that has both factors from
+    the same tokens, else of the product with most sources in common with the values.
     """
 
     def rank(factors: tuple[Origin, Origin]) -> tuple[bool, int]:

@@ -13,12 +13,12 @@ from headwise.shapes import Float
 
 
 class OutputAxes(NamedTuple):
-    """Roles of the axes of an attention output as the model computes it: the number of the axis of values, and the
-    numbers of the axes of queries.
+    """Roles of the axes of an attention output as the model computes it: which axis has the features of a head's
+    output, and which axes have the queries.
 
     Attributes:
-        value: the axis of the values.
-        queries: the axes of the queries; heads may be merged with them.
+        value: index of the axis of features, those of the value vectors.
+        queries: indices of the axes of queries; heads may be merged with them.
     """
 
     value: int

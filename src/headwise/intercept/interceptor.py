@@ -234,8 +234,8 @@ class Interceptor:
         """
 
     def on_empty(self, path: str) -> None:
-        """Method that is called if the module at `path` attends without elements, as for an empty batch. By default it
-        does nothing.
+        """Method that is called if the attention of the module at `path` has an empty output, as for a batch without
+        sequences. By default it does nothing.
         """
 
     def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:

@@ -222,8 +222,9 @@ class PlanKey(NamedTuple):
 
     @staticmethod
     def of(model: nn.Module, state: Hashable, arguments: Mapping[str, Any]) -> "PlanKey | None":
-        """Return the key of a call of `model`, whose modules are in the given state. Return None if an argument is of
-        a kind for which there are no plans, such as a cache of keys and values.
+        """Return the key under which plans for a call of `model` are stored. Calls have the same plans if the `state`
+        of the modules, the kinds and sizes of the `arguments`, and settings of torch such as autocast are the same.
+        Return None if no plan is made for calls with such arguments, such as a cache of keys and values.
         """
         kinds: list[Hashable] = []
         if has_no_numbers() or not _add_kind(arguments, kinds, {}):

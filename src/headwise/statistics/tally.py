@@ -80,8 +80,8 @@ class FurtherSums:
 
 
 class FurtherStatistics:
-    """Base class of additional statistics, which are computed from sums of their own next to the standard statistics of
-    a `Tally`.
+    """Base class of statistics that a `Tally` (sums over the query rows of attention calls) computes in addition to its
+    standard ones. A subclass has its own sums.
 
     Attributes:
         measured: names of the statistics of `STATISTICS` that the tally computes; None for all.
