@@ -220,7 +220,7 @@ class GateInterceptor(Interceptor):
             raise InputError("values", expected="modules whose attention can be changed", got=f"{reason}: {path}")
 
     def on_empty(self, path: str) -> None:
-        """Record that the attention of the module at `path` has an empty output, so that gates have nothing to change."""
+        """Record that the attention of the module at `path` has an empty output, which gates cannot change."""
         self._empty.add(path)
 
     def change(self, call: Call) -> Change | None:
