@@ -99,7 +99,8 @@ class Lineage:
                 after = self._selected(origin, origins[0], (index, *selection)) if is_selected else origin
                 self.set(tensor, after)
                 is_of_sequences = tensors[0].is_floating_point() and tensors[0].ndim == tensor.ndim > 2
-                if is_selected and is_of_sequences and tensors[0].numel() == tensor.numel():
+                is_whole = is_selected and is_of_sequences and tensors[0].shape == tensor.shape
+                if is_whole and _moves_tokens(call, tensors[0]):
                     self.reorderings |= after.joined & ~origin.joined
         else:
             for tensor in results:
@@ -422,6 +423,16 @@ def _selects_tokens(function: Any, arguments: Sequence[Any], result: Tensor) -> 
     if before.numel() == result.numel():
         return function in REORDERINGS or bool(tensors_among(arguments[1:]))
     return before.ndim != result.ndim or before.shape[:-1] != result.shape[:-1]
+
+
+def _moves_tokens(call: FunctionCall, before: Tensor) -> bool:
+    """Return True if a function call moves tokens of the tensor `before` to other places, and not only features along
+    its last axis. To test this, the call is repeated with the numbers of the tokens.
+    """
+    tokens = before.shape[:-1]
+    numbers = torch.arange(tokens.numel(), device=before.device).view(*tokens, 1).expand(before.shape)
+    moved = call.replaced(before, numbers).run()
+    return before.is_meta or not torch.equal(moved, numbers)
 
 
 def _key_of(argument: Any) -> Hashable:

@@ -281,8 +281,9 @@ def _add_kind(value: Any, kinds: list[Hashable], numbers: dict[int, int]) -> boo
 
 class ModuleStates:
     """Reader of those attributes of a model's modules that most often decide how they attend: the training mode,
-    numbers, flags and names, also in the configurations of models of `transformers`, and the numbers of hooks. Calls in
-    another state have plans of their own. Whatever else changes what a model computes is seen in its steps.
+    numbers, flags and names, also in the configurations of models of `transformers`, the numbers of hooks, and if the
+    method `forward` of an object is replaced. Calls in another state have plans of their own. Whatever else changes
+    what a model computes is seen in its steps.
 
     Attributes:
         model: the model.
@@ -290,6 +291,7 @@ class ModuleStates:
 
     def __init__(self, model: nn.Module) -> None:
         modules, self.model = list(model.modules()), model
+        self._vars = [vars(each) for each in modules]
         self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         written = [each for each in modules if each._modules or not type(each).__module__.startswith("torch.nn.")]
         self._attributes = [(vars(each), [*vars(each).keys() - _OF_EVERY_MODULE]) for each in written]
@@ -300,6 +302,7 @@ class ModuleStates:
         """Return the present state of the modules."""
         return (
             tuple(map(len, self._hooks)),
+            tuple(["forward" in each for each in self._vars]),
             tuple(
                 [
                     value if type(value) in _STATED else None

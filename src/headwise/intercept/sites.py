@@ -52,7 +52,13 @@ class SiteRecord:
     has_unknown_documents: bool = field(default=False, repr=False, compare=False)
 
     def add(
-        self, tally: Tally, source: Hashable = None, continues: bool = False, clusters: Clusters | None = None
+        self,
+        tally: Tally,
+        source: Hashable = None,
+        continues: bool = False,
+        clusters: Clusters | None = None,
+        *,
+        may_wait: bool = False,
     ) -> None:
         """Add the statistics of one attention call to this site's statistics: for each statistic and head, one value
         per sequence.
@@ -63,6 +69,8 @@ class SiteRecord:
                 each other.
             continues: True if the rows of the call are further rows of the sequences of the latest call.
             clusters: number of the cluster of each sequence; by default all are independent.
+            may_wait: True if the statistics may be merged together with those of later calls. The last bits of means
+                then depend on which calls were merged together, so that a run would not resume to the same bits.
         """
         self.nonfinite_rows += int(tally.nonfinite_rows)
         latest = self._latest.get(source)
@@ -71,7 +79,8 @@ class SiteRecord:
             return
         if latest is not None:
             self._finished.append(latest.finished(attends_again=len(self._latest) > 1))
-            if len(self._finished) * latest.tally.size > MOST_SUMS or len(self._finished) == MOST_CALLS:
+            is_full = len(self._finished) * latest.tally.size > MOST_SUMS or len(self._finished) == MOST_CALLS
+            if is_full or not may_wait:
                 self._merge_finished()
         self._latest[source] = _LatestCall(replace(tally, gram=None), clusters)
 

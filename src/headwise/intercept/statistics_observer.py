@@ -191,7 +191,7 @@ class StatisticsObserver(Interceptor):
 
         def on_end() -> None:
             with self._lock:
-                record.add(tally, source, continues, clusters)
+                record.add(tally, source, continues, clusters, may_wait=self._heads.clusters is None)
                 self._leave_out_missing(record, tally)
                 if head_outputs:
                     self._written_norms.on_head_outputs(path, head_outputs[0], may_be_gated=may_be_gated)

@@ -339,7 +339,8 @@ def _tally(
     means, batch, heads, queries = inputs.means(frozenset(missing)), *rows.shape[1:]
     if "received" not in missing:
         tally.other_sums["received"] = received, seen_by.double()
-    if rows.is_cpu and like.further is None:
+    on_gpu = is_on_gpu(problem)
+    if not on_gpu and like.further is None:
         is_counted = None if context.real_queries is None else context.real_queries.contiguous()
         sums, largest, is_finite = library.operator("row_sums")(rows, is_counted, means.numbers, means.has_value)
         tally.mean_names, tally.row_sums = means.names, sums
@@ -347,7 +348,7 @@ def _tally(
         for name in missing.intersection(LARGEST_ROWS):
             del tally.other_sums[name]
         return tally if is_finite else None
-    if rows.is_cpu and not math.isfinite(rows[INDICATORS].sum()):  # `written_norm` is 0 without a projection
+    if not on_gpu and not math.isfinite(rows[INDICATORS].sum()):  # `written_norm` is 0 without a projection
         return None
     visible = rows[VISIBLE]
     counted = visible > 0
