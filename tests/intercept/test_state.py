@@ -1,5 +1,7 @@
 """State of models, torch and threads after `watch` and `gate`, and copies of models made inside."""
 
+import asyncio
+import contextvars
 import copy
 import functools
 import gc
@@ -12,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 import headwise as hw
 from headwise.attention import attend
-from headwise.intercept.call_stack import CallStack, call_stack
+from headwise.intercept.session import Session, current_session
 from tiny import TOKENS, family
 
 WIDTH, HEADS, LENGTH, BATCH = 33, 3, 7, 2
@@ -53,7 +55,7 @@ X = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(4)
 
 
 def state_of(model: nn.Module) -> list:
-    """Return all that interception may change: functions, hooks, attributes, random numbers and the call stack."""
+    """Return all that interception may change: functions, hooks, attributes, random numbers and the session."""
     owners = [torch, F, checkpoint, attend, torch.Tensor, nn.Module, transformers.modeling_utils.AttentionInterface]
     functions = [dict(vars(owner)) for owner in owners]
     attributes = [
@@ -62,7 +64,8 @@ def state_of(model: nn.Module) -> list:
     ]
     numbers = [parameter.detach().clone().tolist() for parameter in (*model.parameters(), *model.buffers())]
     random_state = torch.get_rng_state().tolist()
-    stack = (call_stack.module_calls[:], call_stack.torch_mode, call_stack.is_paused, CallStack.interceptions)
+    session = current_session()
+    stack = session.module_calls[:], session.torch_mode, session.is_paused, Session.interceptions, session._running
     modules = set(sys.modules)
     return [functions, attributes, numbers, random_state, stack, list(_get_current_function_mode_stack()), modules]
 
@@ -119,6 +122,26 @@ def run_in_threads(model):
             thread.join()
 
 
+def run_in_tasks(model):
+    async def run():
+        with hw.watch(model), hw.gate(model, {0: 0.5}):
+            await asyncio.gather(*(asyncio.to_thread(model, X) for _ in range(3)))
+
+    asyncio.run(run())
+
+
+def run_in_an_interrupted_task(model):
+    """Torch calls no hooks after the interrupt, and the task's own context ends with it."""
+
+    async def run():
+        model(X)
+
+    model[2].fails = KeyboardInterrupt("stop")
+    with pytest.raises(KeyboardInterrupt, match="stop"), hw.watch(model), hw.gate(model, {0: 0.5}):
+        asyncio.run(run())
+    model[2].fails = None
+
+
 def run_while_a_module_runs(model):
     """End the context while modules of the model run."""
     context = hw.watch(model)
@@ -137,6 +160,8 @@ RUNS = {
     "another order": run_nested_and_closed_in_another_order,
     "abandoned generator": run_in_an_abandoned_generator,
     "threads": run_in_threads,
+    "tasks": run_in_tasks,
+    "keyboard interrupt in a task": run_in_an_interrupted_task,
     "end within a module": run_while_a_module_runs,
 }
 
@@ -168,6 +193,120 @@ def test_hooks_are_removed_if_one_of_them_cannot_be_registered():
         with pytest.raises(RuntimeError, match="no hooks here"), context:
             pass
         assert state_of(model) == before
+
+
+def attend_elsewhere(heads: int) -> Tensor:
+    return F.scaled_dot_product_attention(*torch.randn(3, BATCH, heads, LENGTH, 5))
+
+
+class RunsTasks(nn.Module):
+    """Module that runs tasks of asyncio until they end, and then attends."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self.attention, self.tasks, self.loop = Attention(), [], loop
+
+    def forward(self, x):
+        self.loop.run_until_complete(asyncio.gather(*self.tasks))
+        return self.attention(x)
+
+
+@torch.no_grad()
+def test_tasks_do_not_share_running_calls():
+    """A task that was made before a call of the model runs while the call does. Neither its attention nor that of other
+    models called there is the model's.
+    """
+    loop = asyncio.new_event_loop()
+    model, other = RunsTasks(loop), a_model()
+
+    async def attend_in_task():
+        attend_elsewhere(HEADS + 4)
+        await asyncio.sleep(0)
+        other(X)
+        attend_elsewhere(HEADS + 4)
+
+    with hw.watch(model) as alone:
+        model.attention(X)
+    expected = other(X)
+    model.tasks = [loop.create_task(attend_in_task()) for _ in range(2)]
+    with hw.watch(model) as heads, hw.watch(other) as of_other:
+        model(X)
+    loop.close()
+    assert heads.records[0].heads == HEADS
+    assert [row["entropy"] for row in heads.rows()] == [row["entropy"] for row in alone.rows()]
+    assert of_other.records[0].statistics["entropy"].count.tolist() == [2.0 * BATCH] * HEADS
+    assert torch.equal(other(X), expected)
+
+
+class AttendsInTask(nn.Module):
+    """Module that attends in a task, in a copy of its context, or in a thread with such a copy."""
+
+    def __init__(self, run) -> None:
+        super().__init__()
+        self.attention, self.run = Attention(), run
+
+    def forward(self, x):
+        return self.run(functools.partial(self.attention, x))
+
+
+def in_task(attend):
+    async def run():
+        return attend()
+
+    return asyncio.run(run())
+
+
+def in_thread_with_context(attend):
+    async def run():
+        return await asyncio.to_thread(attend)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "run", [in_task, in_thread_with_context, lambda attend: contextvars.copy_context().run(attend)]
+)
+@torch.no_grad()
+def test_attention_in_a_task_of_a_model_is_watched(run):
+    model = AttendsInTask(run)
+    expected = model(X)
+    with hw.watch(model.attention) as alone:
+        model.attention(X)
+    for _ in range(3):
+        with hw.watch(model) as heads, hw.gate(model, {"attention": 1.0}):
+            assert torch.allclose(model(X), expected, atol=1e-6)
+        assert [row["entropy"] for row in heads.rows()] == pytest.approx([row["entropy"] for row in alone.rows()])
+
+
+class Asynchronous(nn.Module):
+    """Model whose forward is a coroutine, which lets other tasks run between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+
+    async def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            await asyncio.sleep(0)
+        return x
+
+
+@torch.no_grad()
+def test_tasks_that_take_turns_are_watched():
+    model, others = Asynchronous(), [X, X.flip(0), X.roll(1, 1)]
+
+    async def run():
+        return await asyncio.gather(*(model(x) for x in others))
+
+    with hw.watch(model) as heads:
+        outputs = asyncio.run(run())
+    with hw.watch(model) as one_by_one:
+        expected = [asyncio.run(model(x)) for x in others]
+    for output, other in zip(outputs, expected, strict=True):
+        assert torch.allclose(output, other, atol=1e-6)
+    for row, other in zip(heads.rows(), one_by_one.rows(), strict=True):
+        assert row["entropy"] == pytest.approx(other["entropy"])
 
 
 class OwnState(nn.Module):

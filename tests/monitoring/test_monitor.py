@@ -9,7 +9,7 @@ from trained_models import BATCH, decoder, token_batches, train
 
 import headwise as hw
 import tiny
-from headwise.intercept.call_stack import CallStack
+from headwise.intercept.session import Session
 from headwise.monitoring.alarms import AlarmLimits
 from headwise.monitoring.monitor import monitor
 from oracles import plain_attention, statistics_of
@@ -68,7 +68,7 @@ def test_no_hook_or_patch_is_there_between_observed_steps():
     def look(number):
         hooks = sum(len(each._forward_pre_hooks) + len(each._forward_hooks) for each in model.modules())
         patched = (torch.nn.functional.scaled_dot_product_attention, torch.softmax) != functions
-        hooked.append((hooks > 0, patched, bool(CallStack.interceptions)))
+        hooked.append((hooks > 0, patched, bool(Session.interceptions)))
 
     train(model, token_batches(5), after_step=look, every=3)
     before_step_3 = (True, True, True)
@@ -229,7 +229,7 @@ def test_a_monitor_that_is_not_entered_is_refused():
         run.__enter__()
     with pytest.raises(hw.InputError, match=r"call monitor.step\(\) within `with hw.monitor\(...\) as monitor:`$"):
         run.step()
-    assert not CallStack.interceptions
+    assert not Session.interceptions
 
 
 def test_steps_are_counted_after_an_error():

@@ -24,9 +24,9 @@ from headwise.data.batches import (
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.call_contexts import CallContexts
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, HeadOutput, SiteKey
+from headwise.intercept.session import current_session
 from headwise.shapes import Bool, Float
 
 
@@ -267,7 +267,7 @@ def _run_batches(model: nn.Module, dataset: Texts | Iterable[Any], reader: Outpu
     of batches.
     """
     count = 0
-    with evaluation_mode(model), torch.no_grad(), call_stack.exclusive_to(reader), intercepted(model, reader):
+    with evaluation_mode(model), torch.no_grad(), current_session().exclusive_to(reader), intercepted(model, reader):
         for batch in iterate_batches(dataset):
             call_model(model, to_device(batch, device_of(model)))
             count += 1

@@ -4,7 +4,7 @@
        |       install.py       another route     interceptor.py     or row_blocks    statistics/tally
        |            |                  |                 |                 |                 |
        |-- module-->| push ModuleCall  |                 |                 |                 |
-       |            | (call_stack.py)  |                 |                 |                 |
+       |            |   (session.py)   |                 |                 |                 |
        |-- attention call ------------>| handlers_of_call|                 |                 |
        |            |                  |-- Call -------->| observe(call)   |                 |
        |            |                  |<- Observation --|                 |                 |

@@ -17,13 +17,13 @@ from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import Factor
 from headwise.intercept.call_handlers import CallHandlers
 from headwise.intercept.call_site import number_layer
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.in_place_changes import TensorVersions, share_memory
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall, innermost_calls, report_unreadable
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.refusals import CHANGED_IN_PLACE, HEADS_CONTRADICT, HEADS_UNKNOWN
+from headwise.intercept.session import current_session
 
 
 class AttentionOutput:
@@ -69,7 +69,7 @@ class AttentionOutput:
         self.merged: HeadLayout | None = None
         self.refusal: str | None = None
         interceptors = {id(call.interceptor): call.interceptor for call in module_calls}.values()
-        self._interceptors = [each for each in interceptors if call_stack.only_interceptor in (None, each)]
+        self._interceptors = [each for each in interceptors if current_session().only_interceptor in (None, each)]
         changing = [each for each in self._interceptors if type(each).change is not Interceptor.change]
         self.may_change = bool(changing) and source is not None
         self.is_established = self.is_reported = source is None
@@ -195,7 +195,7 @@ class AttentionOutput:
                     layout.by_head(tensor), lambda: source.uniform_output(layout), lambda: source.stated_problem(layout)
                 )
                 self._changed = layout.from_heads(out)
-                call_stack.attention.unchanged.pop(self._change, None)
+                current_session().attention.unchanged.pop(self._change, None)
         return self._changed
 
     def finish(self, *, is_last: bool = False) -> bool:
@@ -232,7 +232,7 @@ class AttentionOutput:
         if not self.may_change or self._changed is not None:
             self._source = self._tensor = None
         elif self.refusal is None and self.shape.numel():
-            call_stack.attention.unchanged[self._change] = self.module_calls
+            current_session().attention.unchanged[self._change] = self.module_calls
         return True
 
     def refuse(self, reason: str) -> None:

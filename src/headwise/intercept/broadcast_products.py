@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import is_parameter, multiplied_and_summed
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.in_place_changes import TensorVersions, version_of
+from headwise.intercept.session import current_session
 
 _MULTIPLICATIONS: frozenset[Callable[..., Any]] = frozenset(
     {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
@@ -22,15 +22,16 @@ def contracted(call: FunctionCall, result: Any) -> FunctionCall:
     other calls unchanged, and if the product or a factor was changed in place. If a call computes such a product, store
     its factors, and keep them as long as the `result` exists.
     """
+    session = current_session()
     if call.function in _MULTIPLICATIONS:
         is_product = len(call.tensors) == 2 and isinstance(result, Tensor) and not any(map(is_parameter, call.tensors))
         if is_product and any(_is_broadcast(factor, result) for factor in call.tensors):
             record = tuple(call.tensors), version_of(result), TensorVersions(call.tensors)
-            call_stack.attention.factors.set(result, record)
-    elif call.function in _SUMS and call.tensors and call_stack.attention.factors:
+            session.attention.factors.set(result, record)
+    elif call.function in _SUMS and call.tensors and session.attention.factors:
         factors: tuple[Tensor, Tensor] | None
         versions: TensorVersions | None
-        factors, version, versions = call_stack.attention.factors.get(call.tensors[0]) or (None, None, None)
+        factors, version, versions = session.attention.factors.get(call.tensors[0]) or (None, None, None)
         arguments = dict(zip(("input", "dim", "keepdim"), call.args, strict=False)) | call.kwargs
         dims = arguments.get("dim", arguments.get("axis"))
         if factors is None or versions is None or version != version_of(call.tensors[0]) or versions.have_changed():

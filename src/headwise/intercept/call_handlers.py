@@ -16,7 +16,6 @@ from headwise.attention.problem import Answer, Problem
 from headwise.intercept.accelerated_modules import OWN_BACKEND, accelerated_modules
 from headwise.intercept.attention_kind import attends_to_earlier_calls
 from headwise.intercept.call_site import site_of_call
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.call_tokens import CallTokens
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation, SiteKey
@@ -26,6 +25,7 @@ from headwise.intercept.origin import CallOrigins
 from headwise.intercept.packed_sequences import PackedSequences
 from headwise.intercept.plans import PlannedCall, Recording, Step, are_in_order
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
+from headwise.intercept.session import current_session
 from headwise.intercept.site_parts import names_of_layer
 from headwise.intercept.unreadable_tensors import why_not_observed
 from headwise.shapes import Float
@@ -65,7 +65,7 @@ class CallHandlers(NamedTuple):
             compute: the model's own function, which answers where there is no observer or one with a check.
             keeps_output: let `compute` answer with observers, too, and compute the weights in addition.
         """
-        with call_stack.paused():
+        with current_session().paused():
             if not self.observations:
                 return compute()
             problem = read_problem()
@@ -115,7 +115,7 @@ class CallHandlers(NamedTuple):
             return
         weights, out = weights.detach(), None if out is None else out.detach()
         visible = None if received is None else received.block
-        with call_stack.paused(), torch.no_grad(), _outside_torch_modes(weights):
+        with current_session().paused(), torch.no_grad(), _outside_torch_modes(weights):
             row_blocks = partial(row_blocks_of_weights, weights, out, self._call_context, visible, values)
             if self._has_check and is_unchecked and out is not None:
                 for row_block in row_blocks(with_output=True, scores=scores()):
@@ -136,7 +136,7 @@ class CallHandlers(NamedTuple):
         """
         if not self.observations:
             return
-        with call_stack.paused(), torch.no_grad(), _outside_torch_modes(problem.q):
+        with current_session().paused(), torch.no_grad(), _outside_torch_modes(problem.q):
             if self._has_check:
                 self._observe_checked_problem(problem, out)
             else:
@@ -155,7 +155,7 @@ class CallHandlers(NamedTuple):
         They may also call `read_problem`, which returns the call as a `Problem` (its tensors and options), or None if
         these are unknown.
         """
-        with call_stack.paused():
+        with current_session().paused():
             for change in self.changes:
                 out = change(HeadOutput(out, uniform_output, read_problem))
         return out
@@ -218,7 +218,7 @@ class CallHandlers(NamedTuple):
 
     def _end(self) -> None:
         """Notify every observation that the attention call has ended."""
-        with call_stack.paused():
+        with current_session().paused():
             for observation in self.observations:
                 observation.on_end()
 
@@ -257,11 +257,12 @@ def handlers_of_call(
             the model.
         packed: places of the queries among the tokens of the model, if the call packs sequences of different lengths.
     """
-    module_calls = call_stack.module_calls if module_calls is None else module_calls
+    session = current_session()
+    module_calls = session.module_calls if module_calls is None else module_calls
     handlers = CallHandlers([], [])
     is_observed = is_observed and grid.batch * grid.heads * grid.queries * grid.keys > 0
     planned, unobserved = None if step is None else step.planned, why_not_observed(grid.device)
-    following = call_stack.following
+    following = session.following
     sources = _input_sources(origins) if planned is None or following is None else following.sources_of(planned, grid)
     if unobserved is not None or step is None:
         must_trace(module_calls)
@@ -273,16 +274,16 @@ def handlers_of_call(
         argument, padding = tokens_and_padding(nested)
         tokens = CallTokens(argument)
         if origins is not None:
-            with call_stack.paused():
+            with session.paused():
                 sizes = (grid.batch, grid.queries) if packed is None or argument is None else argument.shape[:2]
-                tokens = call_stack.lineage.tokens_of_call(argument, origins.q, (sizes[0], sizes[1]), module_calls)
+                tokens = session.lineage.tokens_of_call(argument, origins.q, (sizes[0], sizes[1]), module_calls)
         if planned is None:
             site = site_of_call(module_call, grid, origins)
             has_argument = tokens.ids is argument and not tokens.are_unknown and not tokens.are_moved
-            if not has_argument or not call_stack.lineage.ids.are_of_arguments:
+            if not has_argument or not session.lineage.ids.are_of_arguments:
                 must_trace(module_calls)
             if step is not None:
-                with call_stack.paused():
+                with session.paused():
                     _record(step, module_calls[0].recording, site, grid, sources, origins)
         else:
             part = module_call.parts.index_of(planned.site.cross, planned.query_maps)
@@ -303,7 +304,7 @@ def handlers_of_call(
             tokens,
             padding,
             mask_source=mask_source,
-            is_recomputation=call_stack.is_recomputing,
+            is_recomputation=session.is_recomputing,
             keys=keys,
             appended_keys=appended_keys,
             is_aligned=is_aligned,
@@ -312,7 +313,7 @@ def handlers_of_call(
             real_queries=None if packed is None else packed.is_real,
             real_keys=None if packed is None else packed.real_keys,
         )
-        with call_stack.paused():
+        with session.paused():
             observation = interceptor.observe(call) if is_observed and unobserved is None else None
             if unobserved is not None and type(interceptor).observe is not Interceptor.observe:
                 interceptor.on_unreadable(module_call.path, unobserved)
@@ -352,7 +353,7 @@ def _input_sources(origins: CallOrigins | None) -> InputSources:
     """
     if origins is None:
         return InputSources()
-    lineage, tensors = call_stack.lineage, (origins.q, origins.k)
+    lineage, tensors = current_session().lineage, (origins.q, origins.k)
     of_keys_only = 0 if origins.k is None else origins.k.sources & ~origins.q.sources
     is_recurrent = attends_to_earlier_calls(origins.q, origins.k, lineage)
     may_be_cached = is_recurrent or bool(of_keys_only & (lineage.outside | lineage.given))
@@ -364,10 +365,11 @@ def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[M
     """Return the innermost running module call for each interceptor (object that observes or changes attention) that
     receives reports now. The module call of the innermost context comes first.
     """
-    interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
+    session = current_session()
+    interceptors = [interception.interceptor for interception in session.current_interceptions]
     innermost: dict[int, ModuleCall] = {}
     for module_call in reversed(module_calls):
-        if call_stack.only_interceptor in (None, module_call.interceptor) and module_call.interceptor in interceptors:
+        if session.only_interceptor in (None, module_call.interceptor) and module_call.interceptor in interceptors:
             innermost.setdefault(id(module_call.interceptor), module_call)
     return list(innermost.values())
 
@@ -377,10 +379,11 @@ def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> An
     answer. While an intercepted model is running, interceptors may observe the attention weights and change the head
     outputs. If they observe, blockwise attention may compute the answer in place of `run`.
     """
+    session = current_session()
     with accelerated_modules.paused(OWN_BACKEND):
-        if not call_stack.intercepts:
+        if not session.intercepts:
             return run(problem)
-        with call_stack.paused():
+        with session.paused():
             return _answer_to_interceptors(problem, run)
 
 
@@ -389,10 +392,11 @@ def _answer_to_interceptors(problem: Problem, run: Callable[[Problem], Answer]) 
     let them observe the weights and change the output, and return the answer.
     """
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(problem))
-    step = call_stack.step("headwise.attend", problem.q, problem.k, problem.v)
+    session = current_session()
+    step = session.step("headwise.attend", problem.q, problem.k, problem.v)
     if step is None:
         return run(problem)
-    origins = call_stack.origins_of(problem.q, problem.k, problem.v)
+    origins = session.origins_of(problem.q, problem.k, problem.v)
     handlers = handlers_of_call(
         problem.grid,
         problem.k.shape[1],
@@ -406,7 +410,7 @@ def _answer_to_interceptors(problem: Problem, run: Callable[[Problem], Answer]) 
     answer = handlers.answer(lambda: problem, lambda: run(problem), is_sdpa_foreign())
     out = handlers.changed(answer.out, lambda: uniform_output(problem), lambda: problem)
     if origins is not None:
-        call_stack.lineage.set_attended(out, origins)
+        session.lineage.set_attended(out, origins)
     return answer._replace(out=out)
 
 

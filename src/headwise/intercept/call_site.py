@@ -2,10 +2,10 @@
 
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention, may_be_cached
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.module_call import ModuleCall, must_trace
 from headwise.intercept.origin import CallOrigins
+from headwise.intercept.session import current_session
 
 
 def site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | None) -> SiteKey:
@@ -19,8 +19,9 @@ def site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | Non
     if module_call.stated is not None:
         module_call.stated.require_heads(grid.heads)
     is_cross = _is_cross(module_call, origins)
-    if is_cross is None and not call_stack.is_recomputing:
-        must_trace(call_stack.module_calls)
+    session = current_session()
+    if is_cross is None and not session.is_recomputing:
+        must_trace(session.module_calls)
         module_call.interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
     cross = is_cross is not False
     return SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))
@@ -37,8 +38,9 @@ def _is_cross(module_call: ModuleCall, origins: CallOrigins | None) -> bool | No
     """Return True for cross-attention, False for self-attention. The kind is derived from the sources of queries and
     keys, or stated by the user; return None if neither is the case.
     """
-    is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
-    if is_cross is None and origins is not None and may_be_cached(origins, call_stack.lineage):
+    session = current_session()
+    is_cross = None if origins is None else is_cross_attention(origins, session.lineage)
+    if is_cross is None and origins is not None and may_be_cached(origins, session.lineage):
         is_cross = False if module_call.parts.was_self_attention(origins) else None
     if is_cross is False and origins is not None and origins.k is not None:
         module_call.parts.add_self_attention(origins.k.maps)

@@ -5,17 +5,15 @@ their contexts have ended since. `torch.utils.checkpoint` calls the part again i
 subclasses here: `CheckpointFunction` if it is reentrant, and `_CheckpointFrame` if it is not.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from headwise.intercept.accelerated_modules import accelerated_modules
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.module_call import must_trace
+from headwise.intercept.session import current_session
 
 
 class InterceptedCheckpointFunction(CheckpointFunction):
@@ -46,11 +44,9 @@ class _Repeatable:
 
     def __init__(self, function: Callable[..., Any], is_first_call_forward: bool) -> None:
         self._function, self._is_forward = function, is_first_call_forward
-        must_trace(call_stack.module_calls)  # what is repeated is traced, with the origins of this call
-        self._interceptions = call_stack.current_interceptions
-        self._module_calls = [replace(call, call_counts=Counter(call.call_counts)) for call in call_stack.module_calls]
-        self._torch_mode, self._only_interceptor = call_stack.torch_mode, call_stack.only_interceptor
-        self._accelerated = accelerated_modules.running[:]
+        session = current_session()
+        must_trace(session.module_calls)  # what is repeated is traced, with the origins of this call
+        self._session, self._accelerated = session.snapshot(), accelerated_modules.running[:]
 
     def __call__(self, *args: Any) -> Any:
         """Call the function: in the forward pass as it is, and afterwards as a repetition."""
@@ -63,23 +59,13 @@ class _Repeatable:
     @contextmanager
     def _as_in_forward_pass(self) -> Iterator[None]:
         """Return a context in which interception has the state of the forward pass: the same hooks, patches and running
-        module calls. At its end, restore the previous state.
+        module calls.
         """
-        before = dict(vars(call_stack))
         with ExitStack() as stack:
-            for interception in self._interceptions:
+            for interception in self._session.current_interceptions:
                 stack.enter_context(interception)
             for module in self._accelerated:
                 stack.enter_context(module.recorder.patches)
             stack.enter_context(accelerated_modules.repeating(self._accelerated))
-            stack.callback(vars(call_stack).update, before)
-            call_stack.__init__()  # type: ignore[misc]
-            call_stack.recomputed, call_stack.only_interceptor = self._interceptions, self._only_interceptor
-            stack.callback(call_stack.end_module_calls)
-            if self._torch_mode is not None:
-                call_stack.torch_mode = type(self._torch_mode)()
-                call_stack.torch_mode.__enter__()  # type: ignore[no-untyped-call]
-            call_stack.module_calls = [
-                replace(call, call_counts=Counter(call.call_counts)) for call in self._module_calls
-            ]
+            stack.enter_context(self._session.repeated())
             yield

@@ -18,7 +18,6 @@ from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import axes_of
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
 from headwise.intercept.contractions import PRODUCTS, Contraction, Label, adds_to_product, contraction_of
 from headwise.intercept.function_call import FunctionCall
@@ -54,6 +53,7 @@ from headwise.intercept.score_products import (
 )
 from headwise.intercept.scores_behind_weights import unshifted
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
+from headwise.intercept.session import current_session
 from headwise.intercept.site_parts import OTHER_AXIS
 from headwise.intercept.softmax_weights import (
     KeptScores,
@@ -103,7 +103,8 @@ def on_softmax(
         is_written: True if the model wrote the softmax as an exponential and a sum. It is then ignored if the model
             does not use it.
     """
-    module_calls = call_stack.module_calls[:]
+    session = current_session()
+    module_calls = session.module_calls[:]
     if isinstance(module_calls[-1].module, nn.Softmax):  # the module around it attends
         module_calls.pop()
     if not isinstance(dim, int) or not module_calls or result.ndim < 2:
@@ -116,18 +117,18 @@ def on_softmax(
     if not is_comparison and not module_calls[-1].is_attention:
         return
     must_trace(module_calls)
-    if call_stack.reports_unreadable(scores):
+    if session.reports_unreadable(scores):
         return
     report_established()
     compared = compared_axes(scores, dim)
-    origin = _with_keys_last(with_learned_query(scores, call_stack.origin_of_scores(scores)), compared, module_calls)
+    origin = _with_keys_last(with_learned_query(scores, session.origin_of_scores(scores)), compared, module_calls)
     is_masked = may_be_masked(scores)
     softmax = Softmax(
         dim, result.numel(), module_calls, origin, is_comparison, compared, is_masked, is_written=is_written
     )
-    call_stack.attention.softmaxes.append(softmax)
+    session.attention.softmaxes.append(softmax)
     if result is scores:
-        call_stack.attention.scores.discard(scores)
+        session.attention.scores.discard(scores)
     numbers = kept if numbers is None else numbers
     record_weights(result, Weights(softmax, axes_of(result.shape), KeptScores(scores if numbers is None else numbers)))
 
@@ -141,7 +142,7 @@ def _with_keys_last(origin: Origin, compared: ComparedAxes | None, module_calls:
         return origin
     if compared.is_key_first:
         origin = origin._replace(factors=tuple((right, left) for left, right in origin.factors))
-    for other in call_stack.attention.softmaxes:
+    for other in current_session().attention.softmaxes:
         others = other.compared
         is_other_axis = others is not None and others.product == compared.product and others.key != compared.key
         if is_other_axis and other.module_calls[-1] is module_calls[-1]:
@@ -169,8 +170,9 @@ def on_module_end(module_call: ModuleCall) -> None:
     """At the end of a module call, report attention that cannot be read to the interceptors. That is the case if the
     module computed a softmax that looks like attention, but did not multiply its result with values.
     """
-    for softmax in [each for each in call_stack.attention.softmaxes if each.module_calls[-1] is module_call]:
-        call_stack.attention.softmaxes.remove(softmax)
+    session = current_session()
+    for softmax in [each for each in session.attention.softmaxes if each.module_calls[-1] is module_call]:
+        session.attention.softmaxes.remove(softmax)
         softmax.has_ended = True
         softmax.outputs.clear()
         if not softmax.products and (softmax.is_used or (module_call.is_attention and not softmax.is_written)):
@@ -313,8 +315,9 @@ class _Product(AttentionSource):
         values, value_axes = contraction.operands[other], contraction.labels[other]
         if not {labels[axis] for axis in key_axes} <= set(value_axes):  # a sum of weights alone
             return None
-        origins = call_stack.origins_of_product(weights.softmax.origin, values)
-        tokens_of_values = call_stack.lineage.tokens.along(contraction, values, labels[key_axes[-1]])
+        session = current_session()
+        origins = session.origins_of_product(weights.softmax.origin, values)
+        tokens_of_values = session.lineage.tokens.along(contraction, values, labels[key_axes[-1]])
         value_axis = contraction.result.index(value_labels[-1])
         queries = tuple(
             axis for axis, label in enumerate(contraction.result) if label in labels and label not in value_axes
@@ -324,7 +327,7 @@ class _Product(AttentionSource):
             for axis, label in enumerate(contraction.result)
             if axis != value_axis
         ]
-        softmax, running = weights.softmax, call_stack.module_calls[:]
+        softmax, running = weights.softmax, session.module_calls[:]
         if not softmax.has_ended:  # otherwise another module reuses the weights, in an attention call of its own
             running = [each for each in softmax.module_calls if any(each is other for other in running)]
         is_observed = softmax.has_ended or not softmax.products
@@ -332,7 +335,7 @@ class _Product(AttentionSource):
         in_values = tuple(
             labels[key_axes[0]] if axis in queries else label for axis, label in enumerate(contraction.result)
         )
-        sources = origins, values, value_axes, in_values, is_observed, call_stack.appended_keys
+        sources = origins, values, value_axes, in_values, is_observed, session.appended_keys
         places = places_of(tensor), tokens_of_values
         return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, *sources, *places)
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import PRODUCTS, is_parameter
 from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.session import current_session
 from headwise.intercept.softmax_weights import COPIES, DROPOUTS
 from headwise.intercept.undropped import DROPOUT_NAMES, random_state_kept
 from headwise.intercept.unreadable_tensors import has_no_numbers
@@ -100,7 +100,7 @@ def repeated(call: FunctionCall, argument: Tensor, other: Tensor, number: int | 
     for written in (first, out):
         if isinstance(written, Tensor) and written is not argument:
             call = call.replaced(written, written.clone())
-    with call_stack.paused(), torch.no_grad(), random_state_kept(argument.device):
+    with current_session().paused(), torch.no_grad(), random_state_kept(argument.device):
         result = written_by(call, call.run())
     tensor: Tensor = result if number is None else result[number]
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -6,8 +6,8 @@ import torch
 
 from headwise.attention.autocast import without_autocast
 from headwise.attention.problem import Answer, Problem
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.module_call import report_unreadable
+from headwise.intercept.session import current_session
 from headwise.intercept.undropped import random_state_kept
 from headwise.shapes import Float
 from headwise.statistics.row_blocks import row_blocks_of_problem
@@ -30,7 +30,8 @@ def is_attention(
         compute: the other library's function.
         compute_without_dropout: the same function without dropout, for a call with dropout, whose output is random.
     """
-    with call_stack.paused():
+    session = current_session()
+    with session.paused():
         problem, answer = read_problem(), compute()
         with torch.no_grad(), without_autocast(problem.q.device):
             if problem.dropout > 0:
@@ -38,7 +39,7 @@ def is_attention(
                     answer = compute_without_dropout()
             if _is_output(problem.without_dropout(), answer.out):
                 return True
-    report_unreadable(call_stack.module_calls, OTHER_OUTPUT)
+    report_unreadable(session.module_calls, OTHER_OUTPUT)
     return False
 
 

@@ -34,7 +34,6 @@ from headwise.intercept.additive_masks import (
 )
 from headwise.intercept.attention_source import OutputAxes
 from headwise.intercept.call_handlers import handlers_of_call
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.output_tracking import follow_reported
@@ -42,6 +41,7 @@ from headwise.intercept.patches import Patches, Replacement
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.scores_behind_weights import scores_behind
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
+from headwise.intercept.session import current_session
 from headwise.intercept.undropped import call_without_dropout, random_state
 
 READABLE = ("sdpa", "eager")
@@ -163,7 +163,7 @@ class ModuleAttention(ABC):
         """Return the output of an attention call, and None in place of the weights, as attention functions of
         `transformers` do.
         """
-        if call_stack.intercepts:
+        if current_session().intercepts:
             expected = "a model without hw.watch or hw.gate while its heads are restricted"
             raise InputError("model", expected=expected, got=f"an intercepted call in {self.path}")
         self._calls += 1
@@ -242,17 +242,18 @@ def _interceptable(implementation: str, attention: Callable[..., Any]) -> Callab
 
     @wraps(attention)
     def attention_or_intercepted(*args: Any, **kwargs: Any) -> Any:
-        if not module_attentions and not call_stack.intercepts:
+        session = current_session()
+        if not module_attentions and not session.intercepts:
             return attention(*args, **kwargs)
         call = HFCall.of(implementation, attention, args, kwargs)
         if call.module in module_attentions:
             return module_attentions[call.module].answer(call)
-        if call_stack.intercepts and not call_stack.reports_unreadable(call.q):
+        if session.intercepts and not session.reports_unreadable(call.q):
             read = reader_of(attention, implementation)
             if read is not None:
                 arguments = call.module, call.q, call.k, call.v, call.mask, call.options
                 return answered_by_engine(implementation, call.run, lambda: read(*arguments))
-            with call_stack.paused():
+            with session.paused():
                 return _intercepted_call(call)
         return call.run()
 
@@ -269,7 +270,8 @@ def _intercepted_call(call: HFCall) -> Any:
     None, and possibly more.
     """
     implementation, q, k, v, mask, options = call.implementation, call.q, call.k, call.v, call.mask, call.options
-    step = call_stack.step(implementation, q, k, v)
+    session = current_session()
+    step = session.step(implementation, q, k, v)
     if step is None:
         return call.run()
     others: list[Any] = [None]  # what the function returns in addition to the output
@@ -282,7 +284,7 @@ def _intercepted_call(call: HFCall) -> Any:
     mask_origin = (implementation, mask, options.get("position_bias"), call.is_causal)
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(read_problem()), mask_origin)
     grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-    origins = call_stack.origins_of(q, k, v)
+    origins = session.origins_of(q, k, v)
 
     @cache
     def compute() -> Answer:
@@ -299,7 +301,7 @@ def _intercepted_call(call: HFCall) -> Any:
     sizes = grid, k.shape[1], v.shape[3]
     handlers = handlers_of_call(*sizes, mask_source=mask_source, origins=origins, keys=k, step=step)
     if handlers.observations and implementation == "eager":
-        with call_stack.paused():
+        with session.paused():
             state = random_state(q.device)
             out = undropped_out = compute().out
             weights = others[0]
@@ -320,7 +322,7 @@ def _intercepted_call(call: HFCall) -> Any:
         if handlers.observations and not keeps_output and not options.get("dropout"):
             out = as_torch(out)
     out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())), read_problem)
-    with call_stack.paused():
+    with session.paused():
         out = out.transpose(1, 2).contiguous()
     if origins is not None:
         follow_reported(out, OutputAxes(3, (1,)), origins, step)
@@ -347,7 +349,7 @@ def _without_dropout(call: HFCall) -> tuple[Tensor, Tensor | None]:
     """Repeat an attention call without dropout. Return the head outputs `(batch, heads, queries, value_dim)` and the
     weights; the weights are None if the function returns none.
     """
-    path = call_stack.module_calls[-1].path
+    path = current_session().module_calls[-1].path
     out, weights, *_ = call_without_dropout(call.attention, call.args, call.kwargs, call.q.device, path)
     return out.transpose(1, 2), weights
 

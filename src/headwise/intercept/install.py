@@ -1,4 +1,4 @@
-"""Interception of a model: hooks on its modules keep the call stack, and patches intercept attention calls in them.
+"""Interception of a model: hooks on its modules keep the running calls, and patches intercept attention calls in them.
 
 Nothing changes at import. Nothing is intercepted outside of the modules of an intercepted model.
 """
@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from headwise.errors import InputError
-from headwise.intercept.call_stack import CallStack, call_stack
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.layer_index import is_inside
 from headwise.intercept.module_hooks import ModuleHooks
 from headwise.intercept.opaque_modules import kind_of_opaque, may_attend
 from headwise.intercept.plans import ModuleStates
+from headwise.intercept.session import Session
 from headwise.intercept.site import Site, sites_by_path
 from headwise.intercept.torch_patches import function_patches
 
@@ -54,15 +54,14 @@ def intercepted(
     interception = HooksAndPatches(model, interceptor, sites_by_path(model, sites), context, opaque)
     with interception:
         with _lock:
-            CallStack.interceptions = (*CallStack.interceptions, interception)
+            Session.interceptions = (*Session.interceptions, interception)
         try:
             yield
         finally:
             with _lock:
-                others = [other for other in CallStack.interceptions if other is not interception]
-                CallStack.interceptions = tuple(others)
-            # Torch calls no hook after what is not an Exception, such as KeyboardInterrupt.
-            call_stack.end_module_calls(interceptor)
+                others = [other for other in Session.interceptions if other is not interception]
+                Session.interceptions = tuple(others)
+            Session.end_calls_of(interceptor)
 
 
 def require_uncompiled(model: nn.Module, *, without_attention: bool = False) -> list[str]:

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.axes import OTHER
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import PRODUCTS
 from headwise.intercept.element_places import ASSIGNMENT
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.output_use import STACKS, FollowedOutput, concatenates, features_of, is_part, sums_stack
 from headwise.intercept.refusals import ADDED, HEADS_SEPARATE, HEADS_UNKNOWN
 from headwise.intercept.score_products import CONCATENATIONS
+from headwise.intercept.session import current_session
 
 
 def refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutput]]) -> None:
@@ -54,7 +54,7 @@ def refuse_concatenated_heads(call: FunctionCall) -> None:
     outputs: list[AttentionOutput] = []
     reported: list[tuple[AttentionOutput, bool]] = []
     for tensor in call.tensors:
-        for followed in call_stack.attention.outputs.get(tensor) or ():
+        for followed in current_session().attention.outputs.get(tensor) or ():
             output = followed.output
             if output.axis_of_heads is not None:
                 joins_heads = concatenates(call, tensor, followed, output.axis_of_heads)

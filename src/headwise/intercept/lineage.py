@@ -27,7 +27,10 @@ from headwise.intercept.token_numbers import TokenNumbers
 
 class Lineage:
     """Record of the sources of each tensor in a running model: the tensors on which it depends. The sources of queries
-    and keys show whether attention is self- or cross-attention. The record is for one thread.
+    and keys show whether attention is self- or cross-attention. The record is for one session.
+
+    Args:
+        before: the record of earlier calls of the model; None if there is none.
 
     Attributes:
         given: sources that are arguments of the outermost running module.
@@ -47,9 +50,9 @@ class Lineage:
         ids: token ids that the model looks up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: "Lineage | None" = None) -> None:
         self._origins: TensorMap[Origin] = TensorMap()
-        self._origins_before: TensorMap[Origin] = self._origins
+        self._origins_before: TensorMap[Origin] = self._origins if before is None else before._origins_before
         self.restart()
 
     def restart(self, given: Iterable[Any] = ()) -> None:

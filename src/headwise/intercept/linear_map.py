@@ -10,7 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from headwise.attention.autocast import without_autocast
 from headwise.convert.layers import LinearMap
-from headwise.intercept.call_stack import call_stack
+from headwise.intercept.session import current_session
 from headwise.intercept.unreadable_tensors import has_usual_values
 from headwise.shapes import Float
 
@@ -37,7 +37,7 @@ def linear_map(module: nn.Module, width: int) -> LinearMap | None:
         return plain if plain.weight.shape[1] == width else None
     if not _takes_one_input(module) or not may_fit(module, width):
         return None
-    with call_stack.paused(), torch.no_grad(), torch.random.fork_rng(_gpus_of(module)):
+    with current_session().paused(), torch.no_grad(), torch.random.fork_rng(_gpus_of(module)):
         try:
             return _found_map(_copy_without_hooks(module).eval(), width)
         except Exception:  # whatever a module of unknown class raises for an input that it was not written for

@@ -1,4 +1,4 @@
-"""Hooks on the modules of an intercepted model, which keep each thread's call stack."""
+"""Hooks on the modules of an intercepted model, which keep the running calls of each session."""
 
 import inspect
 import sys
@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from headwise.intercept import eager_softmax, output_tracking
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.function_call import tensors_among
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall, must_trace
 from headwise.intercept.plans import Following, PlanKey, Recording, Steps
+from headwise.intercept.session import current_session
 from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
 from headwise.intercept.torch_patches import TorchCalls, trace_from_log
@@ -24,8 +24,8 @@ from headwise.intercept.unread_attention import report_new
 
 
 class ModuleHooks(UncopiedHooks):
-    """Forward hooks of one module of an intercepted model: they push each call of the module onto the thread's call
-    stack at its start, and pop it at its end.
+    """Forward hooks of one module of an intercepted model: they push each call of the module onto the running
+    calls of the session at its start, and pop it at its end.
     """
 
     def __init__(
@@ -56,30 +56,31 @@ class ModuleHooks(UncopiedHooks):
     def on_start(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Forward pre-hook: push this call of `module` onto the thread's call stack, and report its start to the
-        interceptor. If no other module of the same model is running in this thread, first report the start of a call of
-        the model. Calls that activation checkpointing repeats are not reported. If arguments contain attention outputs
-        that interceptors change, return the changed arguments; otherwise None.
+        """Forward pre-hook: push this call of `module` onto the running calls, and report its start to the interceptor.
+        If no other module of the same model is running in the session, first report the start of a call of the model.
+        Calls that activation checkpointing repeats are not reported. If arguments contain attention outputs that
+        interceptors change, return the changed arguments; otherwise None.
         """
-        following = call_stack.following
+        session = current_session()
+        following = session.following
         is_around = following is None or not following.has_attended or self._path not in following.plan.other_paths
         if not is_around and not self._interceptor.needs_end_of(self._path):
             return None
-        interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
+        interceptors = [interception.interceptor for interception in session.current_interceptions]
         if self.is_copy or self._interceptor not in interceptors:
             return None
         changed: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        if call_stack.attention.may_change:
-            with call_stack.paused():
+        if session.attention.may_change:
+            with session.paused():
                 changed = output_tracking.with_changes((args, kwargs))
         args, kwargs = changed or (args, kwargs)
-        is_outermost = all(call.interceptor is not self._interceptor for call in call_stack.module_calls)
+        is_outermost = all(call.interceptor is not self._interceptor for call in session.module_calls)
         names = self._argument_names
         if len(args) > len(names):
             names = (*names, *map(str, range(len(names), len(args))))
         arguments = dict(zip(names, args, strict=False)) | kwargs
         _push(ModuleCall(self._interceptor, self._path, module, arguments, self._stated, self._parts), interceptors)
-        if call_stack.is_recomputing:
+        if session.is_recomputing:
             return changed
         if is_outermost:
             self._interceptor.on_model_call()
@@ -87,18 +88,19 @@ class ModuleHooks(UncopiedHooks):
         return changed
 
     def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook: pop the module call from the call stack, and return the module's `output` as changed by the
+        """Forward hook: pop the module call from the running calls, and return the module's `output` as changed by the
         interceptors; None if they do not change it. Do nothing if `on_start` never pushed the call, because another
         hook failed first.
         """
-        innermost = call_stack.module_calls[-1] if call_stack.module_calls and not self.is_copy else None
+        session = current_session()
+        innermost = session.module_calls[-1] if session.module_calls and not self.is_copy else None
         if innermost is not None and innermost.module is module and innermost.interceptor is self._interceptor:
-            if call_stack.following is None:
+            if session.following is None:
                 if innermost.projected:
                     report_new(innermost, tensors_among((output,)))
-                call_stack.lineage.record_module(innermost.arguments.values(), output, call_stack.module_calls)
-            if not call_stack.is_recomputing:
-                with call_stack.paused():
+                session.lineage.record_module(innermost.arguments.values(), output, session.module_calls)
+            if not session.is_recomputing:
+                with session.paused():
                     self._interceptor.on_module_end(self._path, innermost.arguments, output)
             return _pop(output)
         return None
@@ -139,25 +141,25 @@ def has_foreign_hooks(module: nn.Module) -> bool:
 
 
 def _push(module_call: ModuleCall, interceptors: list[Interceptor]) -> None:
-    """Push a module call onto this thread's call stack. If the stack was empty, also decide whether the call follows a
-    plan; otherwise turn on the mode that intercepts torch's functions in this thread. `interceptors` are those that
-    apply in this thread.
+    """Add a module call that starts to those of the current session. If none runs there, begin a session, and decide
+    whether the call follows a plan. `interceptors` are those that apply.
     """
-    for interceptor in {call.interceptor for call in call_stack.module_calls}.difference(interceptors):
-        call_stack.end_module_calls(interceptor)  # its context was closed by another thread during the call
-    if not call_stack.module_calls:
+    session = current_session()
+    for interceptor in {call.interceptor for call in session.module_calls}.difference(interceptors):
+        session.end_module_calls(interceptor)  # its context was closed by another thread during the call
+    if not session.module_calls:
+        session = current_session()  # the one before, if the calls have ended just now
         key, given = _key_of(module_call), list(module_call.arguments.values())
-        states, plans = call_stack.current_interceptions[0].states, [] if key is None else key.plans()
+        states, plans = session.current_interceptions[0].states, [] if key is None else key.plans()
+        session = session.for_model_call(TorchCalls())
         if key is not None and plans:
-            call_stack.following = Following(key, states, plans, given, trace_from_log)
+            session.following = Following(key, states, plans, given, trace_from_log)
         else:
             recording = None if key is None else Recording(key, states, Steps(given))
             module_call = replace(module_call, recording=recording)
-            call_stack.lineage.restart(given)
-        call_stack.torch_mode = TorchCalls()
-        call_stack.torch_mode.__enter__()  # type: ignore[no-untyped-call]
-    call_stack.module_calls.append(module_call)
-    recording, following = call_stack.module_calls[0].recording, call_stack.following
+            session.lineage.restart(given)
+    session.module_calls.append(module_call)
+    recording, following = session.module_calls[0].recording, session.following
     if following is not None:
         following.on_module(module_call.path)
     elif recording is not None:
@@ -180,9 +182,10 @@ def _key_of(module_call: ModuleCall) -> PlanKey | None:
     models are intercepted, the user has stated something about the model's attention, activation checkpointing repeats
     the call, or a compiled function makes it, whose code may call torch's functions without their names.
     """
-    interceptions = call_stack.current_interceptions
+    session = current_session()
+    interceptions = session.current_interceptions
     if (
-        call_stack.is_recomputing
+        session.is_recomputing
         or _is_in_compiled_code()
         or any(each.states.model is not interceptions[0].states.model or each.has_statements for each in interceptions)
     ):
@@ -193,28 +196,29 @@ def _key_of(module_call: ModuleCall) -> PlanKey | None:
 
 
 def _pop(output: Any) -> Any:
-    """Remove the innermost module call from this thread's stack, after it returned `output`. Report its attention calls
+    """Remove the innermost module call from the running ones, after it returned `output`. Report its attention calls
     to the interceptors, or that its attention cannot be read. If interceptors change attention outputs in `output`,
-    return the changed output; otherwise None. If the stack is then empty, stop intercepting torch's functions.
+    return the changed output; otherwise None. If none is left, end the session.
     """
-    module_call, following, changed = call_stack.module_calls.pop(), call_stack.following, None
+    session = current_session()
+    module_call, following, changed = session.module_calls.pop(), session.following, None
     has_failed = sys.exc_info()[0] is not None
     if following is None:
-        with call_stack.paused():
+        with session.paused():
             eager_softmax.on_module_end(module_call)
             changed = output_tracking.on_module_end(output)
-    is_pending = any(each.module_calls[-1] is module_call for each in call_stack.attention.pending)
+    is_pending = any(each.module_calls[-1] is module_call for each in session.attention.pending)
     if module_call.unfollowed and not is_pending:
-        must_trace([*call_stack.module_calls, module_call])
+        must_trace([*session.module_calls, module_call])
         module_call.interceptor.on_unreadable(module_call.path, module_call.unfollowed[0])
-    if not call_stack.module_calls:
+    if not session.module_calls:
         if following is not None and not has_failed and not following.is_complete():
-            call_stack.report_contradiction()
+            session.report_contradiction()
         if following is not None:
-            for interception in call_stack.current_interceptions:
+            for interception in session.current_interceptions:
                 for path in following.plan.other_paths:  # their calls were not reported one by one
                     interception.interceptor.on_module_call(path)
-        call_stack.end_module_calls()
+        session.end_module_calls()
         if module_call.recording is not None and not has_failed:
             module_call.recording.store()
     return changed

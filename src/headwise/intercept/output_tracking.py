@@ -9,7 +9,6 @@ from torch.utils import _pytree as pytree
 from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.attention_source import OutputAxes
 from headwise.intercept.axes import VIEWS, Factor, axes_of, has_unknown_axes
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import is_parameter
 from headwise.intercept.element_places import ASSIGNMENT, written_by
 from headwise.intercept.function_call import FunctionCall
@@ -41,6 +40,7 @@ from headwise.intercept.refusals import (
     NOT_OVER_KEYS,
 )
 from headwise.intercept.score_products import CONCATENATIONS
+from headwise.intercept.session import current_session
 from headwise.intercept.source_rules import CONSTANTS
 
 
@@ -49,12 +49,13 @@ def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
     `F.multi_head_attention_forward`, where the layout of the heads is known, report the attention call to the
     interceptors at once. Then return the tensor with their changes.
     """
-    heads = call_stack.torch_attention_heads
+    session = current_session()
+    heads = session.torch_attention_heads
     if heads is None:
-        call_stack.attention.pending.append(output)
-        call_stack.attention.may_change |= output.may_change
+        session.attention.pending.append(output)
+        session.attention.may_change |= output.may_change
         followed = FollowedOutput(output, axes_of(tensor.shape), lambda other: other)
-        call_stack.attention.outputs.set(tensor, [*(call_stack.attention.outputs.get(tensor) or ()), followed])
+        session.attention.outputs.set(tensor, [*(session.attention.outputs.get(tensor) or ()), followed])
         return tensor
     *others, queries, value = range(tensor.ndim)
     axis_of_heads = (Factor(others[-1], 1, heads),) if heads > 1 else ()
@@ -69,11 +70,12 @@ def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins, step: S
     the model adds the output to another one, or reorders its heads, before the output projection. `origins` are the
     sources of the queries, keys and values, and `step` is the call as it is recorded for a plan.
     """
-    call_stack.lineage.set_attended(out, origins)
+    session = current_session()
+    session.lineage.set_attended(out, origins)
     others = [axis for axis in range(1, out.ndim) if axis not in (axes.value, *axes.queries)]
     axis_of_heads = others[0] if len(others) == 1 else None
-    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins, axis_of_heads, step.number)
-    call_stack.attention.outputs.set(out, [FollowedOutput(output, axes_of(out.shape), None)])
+    output = AttentionOutput(None, out, axes, session.module_calls[:], origins, axis_of_heads, step.number)
+    session.attention.outputs.set(out, [FollowedOutput(output, axes_of(out.shape), None)])
 
 
 def before_function(call: FunctionCall) -> FunctionCall:
@@ -82,13 +84,14 @@ def before_function(call: FunctionCall) -> FunctionCall:
     which axes are the heads. Return the call. If an interceptor changes the attention output, the changed tensor
     replaces the output in the arguments of the returned call.
     """
-    if not call_stack.attention.outputs or (call.function in REARRANGEMENTS and not _loses_changes(call)):
+    session = current_session()
+    if not session.attention.outputs or (call.function in REARRANGEMENTS and not _loses_changes(call)):
         return call
     before_overwriting(call)
     if call.function in CONCATENATIONS:
         refuse_concatenated_heads(call)
     for tensor in call.tensors:
-        for followed in call_stack.attention.outputs.get(tensor) or ():
+        for followed in session.attention.outputs.get(tensor) or ():
             features = features_of(call, tensor, followed)
             if features is not None and call.function not in CONCATENATIONS:
                 followed.output.on_projected([other for other in call.tensors if is_parameter(other)])
@@ -112,7 +115,7 @@ def _loses_changes(call: FunctionCall) -> bool:
     if call.function not in VIEWS:
         return False
     tensor = call.tensors[0] if call.tensors else None
-    all_followed = () if tensor is None else call_stack.attention.outputs.get(tensor) or ()
+    all_followed = () if tensor is None else current_session().attention.outputs.get(tensor) or ()
     return tensor is not None and any(
         followed.output.may_change and has_unknown_axes(call, followed.axes, tensor) for followed in all_followed
     )
@@ -122,7 +125,7 @@ def lose_outputs() -> None:
     """Record that no attention output so far can be followed any further. This is called inside function transforms
     such as `torch.vmap`, where the model works with other tensor objects.
     """
-    for output in call_stack.attention.pending:
+    for output in current_session().attention.pending:
         output.is_lost = True
 
 
@@ -132,7 +135,7 @@ def refuse_multiplied(*tensors: Tensor) -> None:
     are already established are not excluded.
     """
     for tensor in tensors:
-        for followed in call_stack.attention.outputs.get(tensor) or ():
+        for followed in current_session().attention.outputs.get(tensor) or ():
             if not followed.output.is_established:
                 followed.output.refuse(MULTIPLIED)
 
@@ -141,7 +144,8 @@ def after_function(call: FunctionCall, result: Any) -> None:
     """Follow attention outputs through a function call of the model. If the `result` contains elements of an output,
     perhaps rearranged or scaled, it is recorded as computed from that output.
     """
-    if not call_stack.attention.outputs or call.function in CONSTANTS:
+    session = current_session()
+    if not session.attention.outputs or call.function in CONSTANTS:
         return
     result, written = written_by(call, result), overwritten_tensor(call)
     if isinstance(result, Tensor) and result.dtype == torch.bool:  # a comparison
@@ -162,7 +166,7 @@ def after_function(call: FunctionCall, result: Any) -> None:
             by_result.setdefault(id(tensor), (tensor, []))[1].append(after)
             take_note_of_merged_axis(after)
     for tensor, all_followed in by_result.values():
-        call_stack.attention.outputs.set(tensor, all_followed)
+        session.attention.outputs.set(tensor, all_followed)
 
 
 def _followed_arguments(call: FunctionCall) -> Arguments:
@@ -173,7 +177,7 @@ def _followed_arguments(call: FunctionCall) -> Arguments:
         (argument, followed)
         for position, argument in enumerate(call.tensors)
         if not position or call.function not in VIEWS  # `expand_as` uses only the shape of another tensor
-        for followed in call_stack.attention.outputs.get(argument) or ()
+        for followed in current_session().attention.outputs.get(argument) or ()
     ]
 
 
@@ -181,9 +185,10 @@ def report_established() -> None:
     """Report to the interceptors all attention calls whose axis of heads is established. Calls that may be one of
     several heads of a module are not reported before the module ends.
     """
-    call_stack.attention.pending = [
+    session = current_session()
+    session.attention.pending = [
         output
-        for output in call_stack.attention.pending
+        for output in session.attention.pending
         if output.may_be_one_head or not (output.is_established and output.finish())
     ]
 
@@ -192,11 +197,12 @@ def on_module_end(result: Any) -> Any:
     """Report to the interceptors the attention calls of modules that have ended. Return the `result` of the module that
     has just ended, with the interceptors' changes of attention outputs in it; None if nothing changes.
     """
-    attention, is_last = call_stack.attention, not call_stack.module_calls
+    session = current_session()
+    attention, is_last = session.attention, not session.module_calls
     if not attention.pending and not attention.outputs and not attention.unchanged:
         return None
     changed = with_changes(result, is_last=is_last)
-    running = {id(module_call) for module_call in call_stack.module_calls}
+    running = {id(module_call) for module_call in session.module_calls}
     attention.pending = [
         output
         for output in attention.pending
@@ -218,7 +224,7 @@ def with_changes(tensors: Any, *, is_last: bool = False) -> Any:
         tensors: tensors in tuples, lists, dicts or other containers.
         is_last: True at the end of the model, after which nothing more can be learnt about an output.
     """
-    if not call_stack.attention.may_change:
+    if not current_session().attention.may_change:
         return None
     leaves, structure = pytree.tree_flatten(tensors)
     changed = [_changed_leaf(leaf, is_last) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -231,7 +237,7 @@ def _changed_leaf(tensor: Tensor, is_last: bool) -> Tensor:
     values. At the end of the model (`is_last`), also change outputs whose heads are not merged. Return other tensors
     unchanged.
     """
-    for followed in call_stack.attention.outputs.get(tensor) or ():
+    for followed in current_session().attention.outputs.get(tensor) or ():
         is_merged = merged_axis(followed.axes, followed.output.axes.value) is not None
         changed: Tensor | None = followed.changed() if is_merged or is_last else None
         if changed is not None:
@@ -255,7 +261,7 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
     elif output.is_established and is_joined(followed, features):
         return  # the function that joined it with other features has shown the layout
     elif may_contain_heads(followed, features):
-        others = [each for each in call_stack.attention.pending if each is not output]
+        others = [each for each in current_session().attention.pending if each is not output]
         output.refuse(HEADS_SEPARATE if any(map(output.is_other_call_of, others)) else HEADS_UNKNOWN)
     else:
         output.refuse(NOT_OVER_KEYS if output.axes.queries else NO_QUERIES)
@@ -265,7 +271,7 @@ def _refuse_separate_heads(output: AttentionOutput) -> None:
     """Exclude an attention output from the results if other outputs of the same module may be further heads of the same
     layer. Exclude these as well.
     """
-    pending = call_stack.attention.pending
+    pending = current_session().attention.pending
     others = [each for each in pending if each is not output and output.is_other_head_of(each, as_features=False)]
     for each in [output, *others] if others else ():
         each.refuse(HEADS_SEPARATE)
@@ -275,9 +281,8 @@ def _follow_changed(changed: Tensor, tensor: Tensor, followed: FollowedOutput) -
     """Record that `changed` is `tensor` with the interceptors' changes, so that it is followed as computed from the
     same attention output.
     """
-    call_stack.attention.outputs.set(
-        changed, [FollowedOutput(followed.output, followed.axes, None, followed.is_linear)]
-    )
-    if call_stack.module_calls and call_stack.module_calls[0].recording is not None:
-        call_stack.module_calls[0].recording.on_replaced(changed, tensor)
-    call_stack.lineage.set(changed, call_stack.lineage.origin(tensor, call_stack.module_calls))
+    session = current_session()
+    session.attention.outputs.set(changed, [FollowedOutput(followed.output, followed.axes, None, followed.is_linear)])
+    if session.module_calls and session.module_calls[0].recording is not None:
+        session.module_calls[0].recording.on_replaced(changed, tensor)
+    session.lineage.set(changed, session.lineage.origin(tensor, session.module_calls))

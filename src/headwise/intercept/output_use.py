@@ -11,12 +11,12 @@ from torch import Tensor
 
 from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.axes import OTHER, VIEWS, Axes, Factor, axes_after, moves_elements, other_axis
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import CONVOLUTIONS, PRODUCTS, contraction_of, is_parameter
 from headwise.intercept.element_places import keeps_places, repeated
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout, merged_layout
 from headwise.intercept.score_products import CONCATENATIONS
+from headwise.intercept.session import current_session
 from headwise.intercept.undropped import DROPOUT_NAMES
 from headwise.intercept.unreadable_tensors import has_no_numbers
 
@@ -287,7 +287,8 @@ def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]],
 
 def _depends_on(other: Tensor, tensor: Tensor, output: AttentionOutput) -> bool:
     """Return True if the tensor `other` depends on the same attention output from which `tensor` was computed."""
-    lineage, module_calls = call_stack.lineage, call_stack.module_calls
+    session = current_session()
+    lineage, module_calls = session.lineage, session.module_calls
     before = output.origins.q.sources | output.origins.v.sources
     of_output = lineage.origin(tensor, module_calls).sources & ~before & lineage.mixing
     return bool(lineage.origin(other, module_calls).sources & of_output)

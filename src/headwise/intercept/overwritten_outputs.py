@@ -5,11 +5,11 @@ A model keeps a tensor that it overwrites, so an interceptor must change the ten
 
 from dataclasses import replace
 
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.in_place_changes import overwritten_tensor, share_memory
 from headwise.intercept.output_use import FollowedOutput
 from headwise.intercept.refusals import CHANGED_IN_PLACE, HEADS_UNKNOWN
+from headwise.intercept.session import current_session
 
 _RESHAPING = frozenset(
     {"transpose_", "t_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "resize_as_", "as_strided_"}
@@ -22,7 +22,8 @@ def before_overwriting(call: FunctionCall) -> None:
     this output. If the model may also use a view of a part of the same memory, exclude the output from the results.
     """
     written = overwritten_tensor(call)
-    for followed in [] if written is None else list(call_stack.attention.outputs.get(written) or ()):
+    session = current_session()
+    for followed in [] if written is None else list(session.attention.outputs.get(written) or ()):
         assert written is not None
         followed.output.on_overwritten(written)
         if getattr(call.function, "__name__", "") in _RESHAPING:
@@ -33,16 +34,16 @@ def before_overwriting(call: FunctionCall) -> None:
             continue
         aliases = [
             (other, all_followed)
-            for other, all_followed in call_stack.attention.outputs.items()
+            for other, all_followed in session.attention.outputs.items()
             if share_memory(other, written)
         ]
         if any(other.numel() != written.numel() for other, _ in aliases):
             followed.output.refuse(CHANGED_IN_PLACE)
             continue
-        with call_stack.paused():
+        with session.paused():
             written.copy_(changed)
         for other, all_followed in aliases:
-            call_stack.attention.outputs.set(other, [_changed_already(each, followed) for each in all_followed])
+            session.attention.outputs.set(other, [_changed_already(each, followed) for each in all_followed])
 
 
 def _changed_already(each: FollowedOutput, followed: FollowedOutput) -> FollowedOutput:

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.compared_tokens import NumberedTokens
 from headwise.intercept.contractions import PRODUCTS, contraction_of
 from headwise.intercept.element_places import ASSIGNMENT, keeps_places
 from headwise.intercept.function_call import FunctionCall, tensors_among
+from headwise.intercept.session import current_session
 from headwise.intercept.source_rules import PLACEMENTS
 from headwise.intercept.token_numbers import REPEATED, SORTS, numbers_after
 
@@ -94,7 +94,7 @@ def order_along(places: Places | None, along: Sequence[int], across: Sequence[in
 
 def number_places(scores: Tensor, axes: Iterable[int]) -> None:
     """Number the places of `scores`, the result of a product, along each of the `axes`."""
-    places, attention = {}, call_stack.attention
+    places, attention = {}, current_session().attention
     for axis in axes:
         first, size = attention.next_place, scores.shape[axis]
         numbers = torch.arange(first, first + size, device=scores.device)
@@ -106,7 +106,7 @@ def number_places(scores: Tensor, axes: Iterable[int]) -> None:
 
 def places_of(tensor: Tensor) -> dict[int, Places]:
     """Return the places of the elements of a tensor along each axis of a product of queries and keys."""
-    return call_stack.attention.places.get(tensor) or {}
+    return current_session().attention.places.get(tensor) or {}
 
 
 def follow_places(call: FunctionCall, result: Any) -> None:
@@ -114,7 +114,8 @@ def follow_places(call: FunctionCall, result: Any) -> None:
     several products are added, such as those of queries with keys and with shifted positions, these are the places in
     the one that was not rearranged.
     """
-    known = [tensor for tensor in call.tensors if places_of(tensor)] if call_stack.attention.places else []
+    session = current_session()
+    known = [tensor for tensor in call.tensors if places_of(tensor)] if session.attention.places else []
     if not known:
         return
     first, function = min(known, key=_are_rearranged), call.function
@@ -137,7 +138,7 @@ def follow_places(call: FunctionCall, result: Any) -> None:
             of_tensor |= {} if each is None else {axis: before._replace(numbers=each)}
     for tensor, of_tensor in after.values():
         is_comparison = function not in PRODUCTS or len(of_tensor) == len(places)
-        call_stack.attention.places.set(tensor, of_tensor if is_comparison else {})
+        session.attention.places.set(tensor, of_tensor if is_comparison else {})
 
 
 def _are_rearranged(tensor: Tensor) -> bool:

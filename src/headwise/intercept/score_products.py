@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.intercept.axes import VIEWS, Axes, Factor, axes_after, axes_of, other_axis
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
 from headwise.intercept.contractions import (
     ADDED_PRODUCTS,
@@ -26,6 +25,7 @@ from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.in_place_changes import version_of
 from headwise.intercept.origin import Origin
 from headwise.intercept.score_places import number_places
+from headwise.intercept.session import current_session
 from headwise.intercept.softmax_weights import COPIES, weights_among
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 
@@ -100,12 +100,13 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
     scores and the function adds to them, scales, masks or reshapes them, or mixes heads.
     """
     is_map = call.function is F.linear and len(call.args) > 1 and is_parameter(call.args[1])
+    session = current_session()
     if call.function in PRODUCTS and not is_map and isinstance(result, Tensor):
         contraction = contraction_of(call.function, call.args, call.kwargs)
         query = contraction.operands[0] if contraction is not None and _has_learned_query(call, contraction) else None
         if contraction is not None and (query is not None or not any(map(is_parameter, contraction.operands))):
             tokens = {
-                axis: call_stack.lineage.tokens.along(contraction, operand, label)
+                axis: session.lineage.tokens.along(contraction, operand, label)
                 for axis, label in enumerate(contraction.result)
                 for operand, labels in zip(contraction.operands, contraction.labels, strict=True)
                 if label in labels and sum(label in each for each in contraction.labels) == 1 and operand is not query
@@ -113,19 +114,19 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
             is_masked = call.function in ADDED_PRODUCTS
             factors = None
             if query is not None:
-                lineage, module_calls = call_stack.lineage, call_stack.module_calls
+                lineage, module_calls = session.lineage, session.module_calls
                 origins = [lineage.origin(operand, module_calls) for operand in contraction.operands]
                 factors = origins[0], origins[1]
             first = contraction.labels[call.function is Tensor.__rmatmul__]
             of_first = frozenset(axis for axis in tokens if contraction.result[axis] in first)
             versions = is_masked, version_of(result)
             scores = _Scores(axes_of(result.shape), frozenset(tokens), tokens, *versions, of_first, object(), factors)
-            call_stack.attention.scores.set(result, scores)
+            session.attention.scores.set(result, scores)
             if result.numel() and not weights_among(call):
                 number_places(result, tokens)
             return
-    for tensor in call.tensors if call_stack.attention.scores else ():
-        followed: _Scores | None = call_stack.attention.scores.get(tensor)
+    for tensor in call.tensors if session.attention.scores else ():
+        followed: _Scores | None = session.attention.scores.get(tensor)
         if followed is None:
             continue
         is_masked = may_be_masked(tensor) or call.function not in _WITHOUT_MASK
@@ -137,7 +138,7 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
                 version=version_of(other),
                 exponents=exponents if other.shape == tensor.shape else None,
             )
-            call_stack.attention.scores.set(other, scores)
+            session.attention.scores.set(other, scores)
         return
 
 
@@ -160,7 +161,8 @@ def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, in
     """
     if call.function not in _NORMALISATIONS or not isinstance(result, Tensor):
         return None
-    followed: _Scores | None = call_stack.attention.scores.get(result)
+    session = current_session()
+    followed: _Scores | None = session.attention.scores.get(result)
     if followed is None or followed.exponents is None:
         return None
     exponents, tolerance = followed.exponents, torch.finfo(result.dtype).eps ** 0.5
@@ -175,7 +177,7 @@ def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, in
             is_row = _divides_rows(call, sums)
             has_sum = (sums <= 1 + tolerance) if is_row else ((sums - 1).abs() <= tolerance)
         if bool((((difference <= tolerance) & has_sum) | result.isnan()).all()):
-            return next(each for each in call.tensors if call_stack.attention.scores.get(each)), exponents, dim
+            return next(each for each in call.tensors if session.attention.scores.get(each)), exponents, dim
     return None
 
 
@@ -190,7 +192,7 @@ def may_be_masked(scores: Tensor) -> bool:
     """Return False if `scores` are known to contain no mask, since products of activations were only scaled and
     rearranged. A large negative number is then a score, not a hidden key.
     """
-    followed: _Scores | None = call_stack.attention.scores.get(scores)
+    followed: _Scores | None = current_session().attention.scores.get(scores)
     if followed is None or followed.may_be_masked or followed.version is None:
         return True
     return followed.version != version_of(scores)
@@ -201,13 +203,13 @@ def compares_activations(scores: Tensor, dim: int) -> bool:
     only one factor of the product has the axis `dim` of the scores. The axis of keys in attention scores is such an
     axis.
     """
-    followed: _Scores | None = call_stack.attention.scores.get(scores)
+    followed: _Scores | None = current_session().attention.scores.get(scores)
     return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared
 
 
 def compares_two(tensor: Tensor) -> bool:
     """Return True if a tensor was computed from a product of two activations, without another linear map since then."""
-    followed: _Scores | None = call_stack.attention.scores.get(tensor)
+    followed: _Scores | None = current_session().attention.scores.get(tensor)
     return followed is not None and followed.factors is None
 
 
@@ -215,7 +217,7 @@ def with_learned_query(scores: Tensor, origin: Origin) -> Origin:
     """Return the `origin` (sources) of attention scores. If they are a product of a learned query with keys, add the
     sources of both as its factors.
     """
-    followed: _Scores | None = call_stack.attention.scores.get(scores)
+    followed: _Scores | None = current_session().attention.scores.get(scores)
     if followed is None or followed.factors is None or origin.factors:
         return origin
     return origin._replace(factors=(followed.factors,))
@@ -225,7 +227,7 @@ def compared_axes(scores: Tensor, dim: int) -> ComparedAxes | None:
     """Return the axes of the product from which attention `scores` were computed, and the tokens along these. The keys
     are along axis `dim` of the scores. Return None if the scores are not known to come from such a product.
     """
-    followed: _Scores | None = call_stack.attention.scores.get(scores)
+    followed: _Scores | None = current_session().attention.scores.get(scores)
     if followed is None:
         return None
     factors = followed.axes[dim]  # none for a single key

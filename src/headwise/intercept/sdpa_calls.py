@@ -20,7 +20,6 @@ from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import Factor
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import SDPA, is_causal_bias, is_foreign
 from headwise.intercept.function_call import FunctionCall
@@ -30,6 +29,7 @@ from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import before_function, hold, refuse_multiplied
 from headwise.intercept.plans import OTHER_WAY, Step
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
+from headwise.intercept.session import current_session
 from headwise.shapes import Float
 
 
@@ -38,9 +38,10 @@ def intercepted_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any)
     attention weights and may change the output. Inside an accelerated model, the native kernels may compute the output.
     Elsewhere, return the output of `previous`, the function that is replaced.
     """
-    if not call_stack.intercepts:
+    session = current_session()
+    if not session.intercepts:
         return accelerated_sdpa(previous, *args, **kwargs)
-    with call_stack.paused():  # so that only the model's own functions are followed
+    with session.paused():  # so that only the model's own functions are followed
         return _reported_sdpa(previous, *args, **kwargs)
 
 
@@ -51,24 +52,25 @@ def _reported_sdpa(
     since later operations of the model show which axis is the heads. The interceptors then observe the attention
     weights and may change the output.
     """
-    if call_stack.reports_unreadable(query):
+    session = current_session()
+    if session.reports_unreadable(query):
         return accelerated_sdpa(previous, query, key, value, *args, **kwargs)
-    step = call_stack.step(SDPA.__name__, query, key, value) if query.ndim == 4 else None
-    if call_stack.following is not None:
+    step = session.step(SDPA.__name__, query, key, value) if query.ndim == 4 else None
+    if session.following is not None:
         return _planned_sdpa(previous, query, key, value, step, *args, **kwargs)
     if step is None:
-        must_trace(call_stack.module_calls)
-    origins = call_stack.origins_of(query, key, value)
+        must_trace(session.module_calls)
+    origins = session.origins_of(query, key, value)
     assert origins is not None
     refuse_multiplied(query, key, value)
     options = _options_of(query, *args, **kwargs)
     call = before_function(FunctionCall(previous, (query, key, value), options))
     query, key, value = call.args
-    with call_stack.paused():
+    with session.paused():
         out = accelerated_sdpa(previous, query, key, value, **options)
-    call_stack.lineage.set_attended(out, origins)
+    session.lineage.set_attended(out, origins)
     if not key.shape[-2]:  # an empty memory, which nothing attends to
-        report_empty(call_stack.module_calls)
+        report_empty(session.module_calls)
         return out
     source = SDPACall.of(query, key, value, options, out, origins, step)
     if is_foreign(previous, SDPA):
@@ -106,12 +108,13 @@ def _planned_sdpa(
     states no such call, return the output of SDPA.
     """
     options = _options_of(query, *args, **kwargs)
-    with call_stack.paused():
+    session = current_session()
+    with session.paused():
         out = accelerated_sdpa(previous, query, key, value, **options)
     if step is None or not key.shape[-2]:
         return out
     if is_foreign(previous, SDPA):
-        report_unreadable(call_stack.module_calls, OTHER_WAY)
+        report_unreadable(session.module_calls, OTHER_WAY)
         return out
     source = SDPACall.of(query, key, value, options, out, None, step)
     layout = HeadLayout(tuple(out.shape), 3, (2,), (Factor(1, 1, out.shape[1]),) if out.shape[1] > 1 else ())
@@ -163,8 +166,18 @@ class SDPACall(AttentionSource):
     ) -> "SDPACall":
         """Return a call in the running modules that has computed the output `out`."""
         q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
+        session = current_session()
         return SDPACall(
-            q, k, v, options, out.shape, call_stack.module_calls[:], origins, value, call_stack.appended_keys, step
+            q,
+            k,
+            v,
+            options,
+            out.shape,
+            session.module_calls[:],
+            origins,
+            value,
+            session.appended_keys,
+            step,
         )
 
     @property

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from headwise.intercept.additive_masks import hides_all_keys, with_infinite
 from headwise.intercept.axes import VIEWS, Axes, axes_after
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.in_place_changes import overwritten_tensors, share_memory, version_of
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import Origin
+from headwise.intercept.session import current_session
 from headwise.shapes import Bool, Float
 
 DROPOUT = F.dropout
@@ -96,7 +96,7 @@ class KeptScores:
     def __init__(self, scores: Tensor) -> None:
         self.tensor = scores.detach()
         self._version = version_of(scores)
-        call_stack.attention.kept_scores.add(self)
+        current_session().attention.kept_scores.add(self)
 
     @property
     def are_lost(self) -> bool:
@@ -167,7 +167,7 @@ def hidden_by_scores(scores: Float[Tensor, "*rows keys"], *, may_be_masked: bool
 def record_weights(tensor: Tensor, weights: Weights) -> None:
     """Store `weights`, a record that states how `tensor` was computed as attention weights."""
     weights = replace(weights, version=version_of(tensor), is_overwritten=False)
-    call_stack.attention.weights.set(tensor, weights)
+    current_session().attention.weights.set(tensor, weights)
 
 
 def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | None:
@@ -179,7 +179,8 @@ def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | 
         tensor: the tensor.
         writer: the running function call, which may have changed the tensor in place.
     """
-    weights: Weights | None = call_stack.attention.weights.get(tensor)
+    session = current_session()
+    weights: Weights | None = session.attention.weights.get(tensor)
     if weights is None:
         return None
     is_written = writer is not None and any(each is tensor for each in overwritten_tensors(writer))
@@ -189,7 +190,7 @@ def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | 
         return weights
     if weights.undropped is not None:  # the weights before dropout are lost
         weights.softmax.is_used = True
-        call_stack.attention.weights.discard(tensor)
+        session.attention.weights.discard(tensor)
         return None
     is_zero = tensor.detach() == 0
     zeroed = is_zero if weights.zeroed is None else weights.zeroed | is_zero
@@ -204,7 +205,8 @@ def before_overwriting(call: FunctionCall) -> None:
     Weights whose memory is overwritten are marked, unless the call is one of those that are followed. What was recorded
     of a tensor `out` is discarded, since its content is replaced.
     """
-    attention = call_stack.attention
+    session = current_session()
+    attention = session.attention
     if not (attention.weights or attention.kept_scores or attention.pending or "out" in call.kwargs):
         return
     for written in overwritten_tensors(call):
@@ -224,14 +226,15 @@ def before_overwriting(call: FunctionCall) -> None:
             attention.weights.discard(written)
             attention.scores.discard(written)
             attention.places.discard(written)
-            call_stack.lineage.discard(written)
+            session.lineage.discard(written)
 
 
 def weights_among(call: FunctionCall) -> list[Tensor]:
     """Return those tensors among the arguments of a function call that are known to contain attention weights."""
-    if not call_stack.attention.weights:
+    session = current_session()
+    if not session.attention.weights:
         return []
-    return [tensor for tensor in call.tensors if call_stack.attention.weights.get(tensor) is not None]
+    return [tensor for tensor in call.tensors if session.attention.weights.get(tensor) is not None]
 
 
 def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
@@ -249,7 +252,7 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
             before = tensor if weights.undropped is None else weights.undropped
             weights = replace(weights, undropped=before.detach())
         elif _drops(*call.args, **call.kwargs):  # the weights before dropout are lost
-            call_stack.attention.weights.discard(tensor)
+            current_session().attention.weights.discard(tensor)
             return
         record_weights(result, weights)
     elif function in COPIES or function in FILLS or is_modification:

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.intercept.call_contexts import OF_COMMON_POSITIONS, CallContexts
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.call_tokens import OF_TOKENS
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
 from headwise.intercept.layer_index import is_inside
 from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.sequences_of_calls import QueryParts, Recurrence, SequenceClusters
+from headwise.intercept.session import current_session
 from headwise.intercept.sites import SiteRecord
 from headwise.intercept.stated_padding import StatedPadding
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
@@ -176,7 +176,7 @@ class StatisticsObserver(Interceptor):
             )
         captured = None if self._capture is None else CapturedWeights(self._capture, grid)
 
-        interceptors = [module_call.interceptor for module_call in call_stack.module_calls]
+        interceptors = [module_call.interceptor for module_call in current_session().module_calls]
         may_be_gated = any(type(each).change is not Interceptor.change for each in interceptors)
 
         def observer(row_block: RowBlock) -> None:

@@ -1,6 +1,6 @@
 """Replacements of the functions by which models compute attention, active while any model is intercepted.
 
-Each replacement reads the call stack of its thread and leaves calls outside of intercepted models unchanged.
+Each replacement reads the session and leaves calls outside of intercepted models unchanged.
 """
 
 import inspect
@@ -21,7 +21,6 @@ from headwise.intercept.adapters.answer import answered_by_engine
 from headwise.intercept.adapters.torch_operators import OPERATORS, read
 from headwise.intercept.broadcast_products import contracted
 from headwise.intercept.call_handlers import answer_intercepted
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
 from headwise.intercept.contractions import BMM
 from headwise.intercept.foreign_functions import OPERATORS as OTHER_OPERATORS
@@ -38,6 +37,7 @@ from headwise.intercept.plans import Following
 from headwise.intercept.score_places import follow_places
 from headwise.intercept.score_products import follow_scores, written_softmax
 from headwise.intercept.sdpa_calls import intercepted_sdpa
+from headwise.intercept.session import current_session
 from headwise.intercept.softmax_weights import DROPOUT, before_overwriting
 from headwise.intercept.uncopied_hooks import getstate_without_hooks
 from headwise.intercept.unread_attention import report_averages, report_new_tensors
@@ -62,12 +62,13 @@ class TorchCalls(TorchFunctionMode):
             return torchs_own(func)(*args, **kwargs)  # a compiler reads it; its calls are intercepted when they run
         if func in QUERIES:
             return func(*args, **kwargs)
-        if call_stack.torch_mode is not self or not call_stack.intercepts:
+        session = current_session()
+        if session.torch_mode is not self or not session.intercepts:
             # The mode is another one where a backward pass repeats modules in a module.
             return torchs_own(func)(*args, **kwargs)
-        if call_stack.following is not None:
-            return _planned(call_stack.following, func, args, kwargs)
-        recording = call_stack.module_calls[0].recording
+        if session.following is not None:
+            return _planned(session.following, func, args, kwargs)
+        recording = session.module_calls[0].recording
         if recording is None:
             return _traced(func, args, kwargs)
         recording.on_function(torchs_own(func), args, kwargs)
@@ -82,21 +83,22 @@ def _planned(following: Following, func: Any, args: tuple[Any, ...], kwargs: dic
     """
     own = torchs_own(func)
     is_next = following.is_next(own, args, kwargs)
-    if call_stack.following is None:  # the plan was left just now
-        recording = call_stack.module_calls[0].recording
+    session = current_session()
+    if session.following is None:  # the plan was left just now
+        recording = session.module_calls[0].recording
         assert recording is not None
         recording.on_function(own, args, kwargs)
         result = _traced(func, args, kwargs)
         recording.on_result(result)
         return result
     if not is_next:
-        call_stack.report_contradiction()
+        session.report_contradiction()
     if own is SDPA or func in OPERATORS:
         result = _attention(own if own is SDPA else func, args, kwargs)
     else:
         result = _run(func, own, args, kwargs)
     if is_next:
-        following.on_result(func, args, kwargs, result, call_stack.module_calls)
+        following.on_result(func, args, kwargs, result, session.module_calls)
     return result
 
 
@@ -104,10 +106,11 @@ def trace_from_log(following: Following) -> None:
     """Trace the running call of a model, which has left its plan before it first attended: record the functions that
     the model has called so far, as if they had been traced.
     """
-    call_stack.following = None
-    call_stack.module_calls[0] = replace(call_stack.module_calls[0], recording=following.recording())
-    call_stack.lineage.restart(following.given)
-    with call_stack.paused():
+    session = current_session()
+    session.following = None
+    session.module_calls[0] = replace(session.module_calls[0], recording=following.recording())
+    session.lineage.restart(following.given)
+    with session.paused():
         for function, args, kwargs, result, module_calls in following.log:
             call = FunctionCall(torchs_own(function), args, kwargs)
             _take_note(call, _recorded(contracted(call, result), result, None), module_calls)
@@ -136,20 +139,22 @@ def _traced(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         follow_places(call, result)
     call = contracted(call, result)
     result = _recorded(call, result, kept)
-    report_fused(call, result, call_stack.module_calls)
+    session = current_session()
+    report_fused(call, result, session.module_calls)
     report_new_tensors(call, result)
-    _take_note(call, result, call_stack.module_calls)
+    _take_note(call, result, session.module_calls)
     return result
 
 
 def _take_note(call: FunctionCall, result: Any, module_calls: list[ModuleCall]) -> None:
     """Record the sources, the tokens and the token ids of the `result` of a function."""
-    call_stack.lineage.record(call, result, module_calls)
+    session = current_session()
+    session.lineage.record(call, result, module_calls)
     if has_no_numbers():
         lose_outputs()
     else:
-        call_stack.lineage.tokens.record(call, result)
-        call_stack.lineage.record_ids(call, result, module_calls)
+        session.lineage.tokens.record(call, result)
+        session.lineage.record_ids(call, result, module_calls)
 
 
 def _attention(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,7 +211,8 @@ def _torch_attention(
     records the sources of the queries, keys and values. The attention inside is intercepted by replacements of SDPA,
     softmax and other functions.
     """
-    lineage, module_calls = call_stack.lineage, call_stack.module_calls
+    session = current_session()
+    lineage, module_calls = session.lineage, session.module_calls
     weight = kwargs["q_proj_weight"] if in_proj_weight is None else in_proj_weight
     projection = lineage.origin(weight, module_calls)
     of_q, of_k, of_v = (lineage.linear(lineage.origin(each, module_calls), projection) for each in (query, key, value))
@@ -214,7 +220,7 @@ def _torch_attention(
     appended_keys = _appended_keys(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
     if appended_keys:
         must_trace(module_calls)
-    with call_stack.torch_attention(heads, origins, appended_keys):
+    with session.torch_attention(heads, origins, appended_keys):
         result = TORCH_ATTENTION(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
     lineage.set_attended(result[0], origins)
     return result
@@ -269,7 +275,8 @@ def _following(own: Callable[..., Tensor]) -> Callable[..., Any]:
 
 def _is_in_torch_attention() -> bool:
     """Return True inside `F.multi_head_attention_forward` of an intercepted model."""
-    return call_stack.torch_attention_heads is not None and call_stack.intercepts
+    session = current_session()
+    return session.torch_attention_heads is not None and session.intercepts
 
 
 # -- replacing and restoring ------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import (
     ADDED_PRODUCTS,
     CONVOLUTIONS,
@@ -20,6 +19,7 @@ from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.module_call import ModuleCall, report_unreadable
 from headwise.intercept.refusals import NORMALISED, NOT_FOLLOWED, NOT_NORMALISED
 from headwise.intercept.score_products import compares_activations, compares_two
+from headwise.intercept.session import current_session
 from headwise.intercept.softmax_weights import weights_of
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 
@@ -47,7 +47,7 @@ def report_averages(call: FunctionCall) -> None:
     for operand, other in (contraction.operands, contraction.operands[::-1]):
         reason = _why_unread(contraction, operand, other)
         if reason is not None:
-            report_unreadable(call_stack.module_calls, reason)
+            report_unreadable(current_session().module_calls, reason)
             return
 
 
@@ -99,10 +99,11 @@ def report_new(owner: ModuleCall, tensors: list[Any]) -> None:
     followed, if it may be. The module is reported at the end of the call, unless attention is found in it.
     """
     projected = owner.projected
-    if all(map(call_stack.lineage.is_known, tensors)) or has_no_numbers() or call_stack.is_recomputing:
+    session = current_session()
+    if all(map(session.lineage.is_known, tensors)) or has_no_numbers() or session.is_recomputing:
         return
     for tensor in tensors:
-        if not isinstance(tensor, Tensor) or not call_stack.lineage.is_new(tensor, call_stack.module_calls):
+        if not isinstance(tensor, Tensor) or not session.lineage.is_new(tensor, session.module_calls):
             continue
         size = tensor.numel() if tensor.is_floating_point() and tensor.ndim > 1 else -1
         are_three = size in projected and (len(projected) >= 3 or 2 * size in projected)
@@ -112,22 +113,25 @@ def report_new(owner: ModuleCall, tensors: list[Any]) -> None:
 
 def _owner() -> ModuleCall:
     """Return the innermost running call of a module that contains other modules; it computes with their projections."""
-    for call in reversed(call_stack.module_calls):
+    session = current_session()
+    for call in reversed(session.module_calls):
         if call.module._modules:
             return call
-    return call_stack.module_calls[-1]
+    return session.module_calls[-1]
 
 
 def _is_computed(tensor: Tensor) -> bool:
     """Return True if a tensor depends on others than parameters, buffers and constants."""
-    return bool(call_stack.lineage.origin(tensor, call_stack.module_calls).sources & ~call_stack.lineage.state)
+    session = current_session()
+    return bool(session.lineage.origin(tensor, session.module_calls).sources & ~session.lineage.state)
 
 
 def is_projected(tensor: Tensor) -> bool:
     """Return True if a tensor was computed from activations by a linear map or a product of activations. This is False
     for inputs, parameters and masks, and for what follows from positions.
     """
-    origin = call_stack.lineage.origin(tensor, call_stack.module_calls)
+    session = current_session()
+    origin = session.lineage.origin(tensor, session.module_calls)
     return _is_computed(tensor) and bool(origin.maps or origin.factors)
 
 
@@ -143,7 +147,7 @@ def _are_tokens(contraction: Contraction, operand: Tensor, label: Label | None) 
     """Return True if an axis of a factor has another token in each element, False if all of its elements are features
     of one token, and None if this is unknown.
     """
-    numbered = call_stack.lineage.tokens.along(contraction, operand, label)
+    numbered = current_session().lineage.tokens.along(contraction, operand, label)
     if numbered is None:
         return None
     numbers = numbered.numbers

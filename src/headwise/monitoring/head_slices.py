@@ -41,9 +41,9 @@ from headwise.attention.position_bias import ALiBi
 from headwise.data.batches import call_model, copied, device_of, evaluation_mode, with_cache_disabled
 from headwise.errors import InputError
 from headwise.families.registry import LatentFamily, family_of, places_of_heads
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.eager_softmax import SOFTMAXES
 from headwise.intercept.foreign_functions import SDPA
+from headwise.intercept.session import current_session
 from headwise.intercept.unreadable_tensors import has_usual_values
 from headwise.nn.differential import DifferentialAttention
 from headwise.nn.latent import LatentAttention
@@ -298,7 +298,7 @@ def derived_slices(
     devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
     with (
         ExitStack() as stack,
-        call_stack.paused(),
+        current_session().paused(),
         evaluation_mode(model),
         torch.no_grad(),
         torch.random.fork_rng(devices),

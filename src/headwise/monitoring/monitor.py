@@ -12,10 +12,10 @@ from torch import nn
 
 from headwise.checks import collection_of, is_whole, require_module, whole_number
 from headwise.errors import InputError
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.heads import Heads
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Observation
+from headwise.intercept.session import current_session
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.statistics_observer import StatisticsObserver
 from headwise.monitoring.alarms import Alarm, AlarmLimits
@@ -61,7 +61,7 @@ class TrainingObserver(StatisticsObserver):
         """
         if self._modules[path].training:
             if not path:
-                self.inputs = call_stack.module_calls[-1].arguments
+                self.inputs = current_session().module_calls[-1].arguments
             super().on_module_call(path)
 
     def observe(self, call: Call) -> Observation | None:

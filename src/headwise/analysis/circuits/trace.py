@@ -12,9 +12,9 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.data.batches import call_model
 from headwise.errors import HeadwiseError, InputError
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.install import intercepted, require_uncompiled
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation
+from headwise.intercept.session import current_session
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.uncopied_hooks import uncopied_hooks_of
 from headwise.intercept.unreadable_tensors import has_usual_values
@@ -164,7 +164,7 @@ class RunTrace:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             call = ModuleCall(paths[module], module, args, kwargs, output)
             if is_norm(module) and call.input is not None and call.result is not None:
-                with call_stack.paused():  # copies have no source among the tensors of the model
+                with current_session().paused():  # copies have no source among the tensors of the model
                     call = call._replace(of_norm=(call.input.clone(), call.result.clone()))
             self.calls.append(call)
 

@@ -13,12 +13,12 @@ from headwise.errors import InputError
 from headwise.intercept.adapters.engine import EngineCall, HeadsInBatch, UnreadableCall
 from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.module_call import must_trace, report_unreadable
 from headwise.intercept.output_tracking import follow_reported, hold, refuse_multiplied
 from headwise.intercept.plans import OTHER_WAY
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.sdpa_calls import SDPACall
+from headwise.intercept.session import current_session
 
 UNEXPECTED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """Errors of an adapter for a call of a form that it does not expect, as of another version of the library."""
@@ -33,7 +33,7 @@ def answered_by_engine(name: str, compute: Callable[[], Any], read: Callable[[],
         compute: the engine's function, with the arguments of the call.
         read: function that reads the call; called after `compute`.
     """
-    with call_stack.paused():
+    with current_session().paused():
         result = compute()
     return finished(name, result, read)
 
@@ -43,16 +43,17 @@ def finished(name: str, result: Any, read: Callable[[], EngineCall | HeadsInBatc
     out = result[0] if isinstance(result, tuple) else result
     if not isinstance(out, Tensor):
         return result
+    session = current_session()
     try:
         call = read()
         if isinstance(call, EngineCall):
-            with call_stack.paused():
+            with session.paused():
                 call.problem  # noqa: B018 - checks the tensors
     except (UnreadableCall, InputError, *UNEXPECTED) as error:
         reason = str(error) if isinstance(error, UnreadableCall) else f"({type(error).__name__}: {error})"
         report_unread(name, reason)
         return result
-    with call_stack.paused():
+    with session.paused():
         changed = _answered(name, out, call) if isinstance(call, EngineCall) else _followed(out, call)
     return result if changed is out else _with_output(result, changed)
 
@@ -61,10 +62,11 @@ def _answered(name: str, out: Tensor, call: EngineCall) -> Tensor:
     """Report a call of the function `name` to the interceptors, after the engine has computed its output `out`. They
     observe its weights, which headwise computes in addition, without dropout. Return the output with their changes.
     """
-    step = None if call_stack.reports_unreadable(call.q) else call_stack.step(name, call.q, call.k, call.v)
+    session = current_session()
+    step = None if session.reports_unreadable(call.q) else session.step(name, call.q, call.k, call.v)
     if step is None:
         return out
-    origins = call_stack.origins_of(call.q, *(call.sources or (call.k, call.v)))
+    origins = session.origins_of(call.q, *(call.sources or (call.k, call.v)))
     refuse_multiplied(call.q, call.k, call.v)
     mask = MaskSource(lambda: _received_mask(call), call.mask_origin)
     handlers = handlers_of_call(
@@ -77,17 +79,17 @@ def _answered(name: str, out: Tensor, call: EngineCall) -> Tensor:
         packed=call.packed,
         step=step,
     )
-    with torch.no_grad(), call_stack.paused():
+    with torch.no_grad(), session.paused():
         outputs = call.layout.by_head(out.detach())
     if call.modified_scores is None:
         handlers.answer(lambda: call.problem, lambda: Answer(outputs, None, None), keeps_output=True)
     elif handlers.observations:
         _observe_weights(handlers, call, mask, outputs)
     if handlers.changes:
-        with call_stack.paused():
+        with session.paused():
             by_head = call.layout.by_head(out)
         changed = handlers.changed(by_head, partial(_uniform_output, call), partial(_problem_or_none, call))
-        with call_stack.paused():
+        with session.paused():
             out = call.layout.written(changed, out)
     if origins is not None:
         follow_reported(out, call.layout.axes, origins, step)
@@ -98,15 +100,16 @@ def _followed(out: Tensor, call: HeadsInBatch) -> Tensor:
     """Follow the output of a call without an axis of heads to where the model merges the heads; it is then reported to
     the interceptors, as one of `scaled_dot_product_attention`. Return the output.
     """
-    must_trace(call_stack.module_calls)
-    if call_stack.reports_unreadable(call.q):
+    session = current_session()
+    must_trace(session.module_calls)
+    if session.reports_unreadable(call.q):
         return out
-    origins = call_stack.origins_of(call.q, call.k, call.v)
+    origins = session.origins_of(call.q, call.k, call.v)
     if origins is None:  # a plan is followed, which states no such call
-        report_unreadable(call_stack.module_calls, OTHER_WAY)
+        report_unreadable(session.module_calls, OTHER_WAY)
         return out
     refuse_multiplied(call.q, call.k, call.v)
-    call_stack.lineage.set_attended(out, origins)
+    session.lineage.set_attended(out, origins)
     source = SDPACall.of(call.q, call.k, call.v, call.options, out, origins, None)
     return hold(AttentionOutput(source, out, source.axes, source.module_calls, origins), out)
 
@@ -115,7 +118,7 @@ def report_unread(name: str, reason: str) -> None:
     """Report the running modules to the interceptors as unreadable, since their call of an engine's function `name`
     cannot be read, for a `reason` such as "with qv".
     """
-    report_unreadable(call_stack.module_calls, f"attention of these modules by {name} {reason} cannot be read")
+    report_unreadable(current_session().module_calls, f"attention of these modules by {name} {reason} cannot be read")
 
 
 def _received_mask(call: EngineCall) -> ReceivedMask:
@@ -133,7 +136,7 @@ def _problem_of_visible(call: EngineCall) -> Problem:
 
 def _observe_weights(handlers: CallHandlers, call: EngineCall, mask: MaskSource, outputs: Tensor) -> None:
     """Pass the attention weights of a call with changed scores to the observers, with the engine's outputs."""
-    with torch.no_grad(), call_stack.paused():
+    with torch.no_grad(), current_session().paused():
         weights, scores = call.weights_and_scores
         values = call.problem.v.to(weights.dtype)
         handlers.observe_weights(weights, mask.read(), outputs, values, True, lambda: (scores, None))

@@ -124,7 +124,7 @@ class EngineCall:
 
     Attributes:
         q: queries `(batch, heads, queries, head_dim)`. They are computed from the engine's own argument by functions
-            of torch, outside of `call_stack.paused()`, so that their sources are known; the same holds for k and v.
+            of torch, outside of `Session.paused()`, so that their sources are known; the same holds for k and v.
         k: keys `(batch, kv_heads, keys, head_dim)`.
         v: values `(batch, kv_heads, keys, value_dim)`.
         options: further arguments of `Problem.checked`, such as mask, bias, scale, softcap, sinks and dropout.

@@ -16,8 +16,8 @@ import torch
 
 from headwise.intercept.adapters.answer import finished, report_unread
 from headwise.intercept.adapters.engine import Arguments, Engine, EngineCall, HeadsInBatch
-from headwise.intercept.call_stack import call_stack
 from headwise.intercept.patches import Patches, Replacement
+from headwise.intercept.session import current_session
 
 GLOBAL_NAME = "_headwise_intercepted_{}"
 """Name of the intercepting function among the globals of the library's module, while a model is intercepted."""
@@ -83,7 +83,7 @@ def _intercepting(function: FunctionType, name: str, engine: Engine) -> Callable
         return _finish(original, name, engine, args, kwargs, result)
 
     def name_compiled() -> None:
-        if call_stack.intercepts:
+        if current_session().intercepts:
             report_unread(original.__name__, "inside of a function that torch.compile compiles")
 
     begin: Callable[[], Callable[[], None] | None] = _begin
@@ -138,9 +138,10 @@ def _begin() -> Callable[[], None] | None:
     """Pause interception before the engine computes a call, and return a function that resumes it. Return None outside
     of intercepted models.
     """
-    if not call_stack.intercepts:
+    session = current_session()
+    if not session.intercepts:
         return None
-    paused = call_stack.paused()
+    paused = session.paused()
     paused.__enter__()
     return paused.__exit__
 

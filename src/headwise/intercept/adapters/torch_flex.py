@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.intercept.adapters.engine import HEADS_FIRST, Arguments, Engine, EngineCall, UnreadableCall
 from headwise.intercept.adapters.flex_masks import FlexMask, over_block
-from headwise.intercept.call_stack import call_stack
+from headwise.intercept.session import current_session
 
 
 def read(name: str, arguments: Arguments) -> EngineCall:
@@ -23,7 +23,7 @@ def read(name: str, arguments: Arguments) -> EngineCall:
         k, v = (tensor.expand(len(q), -1, -1, -1) for tensor in (k, v))
     if score_mod is not None:
         modified = scores_modified_by(score_mod)
-        with call_stack.paused():
+        with current_session().paused():
             modified(torch.zeros(1, 1, 1, 1, dtype=q.dtype, device=q.device))  # raises if it cannot be evaluated
     origin = () if modified else ("flex_attention", block_mask)
     options = {"mask": mask, "scale": scale}
@@ -40,7 +40,7 @@ def mask_of(block_mask: Any, q: Tensor, k: Tensor) -> FlexMask | None:
         return None
     sizes = q.shape[2], k.shape[2]
     if _checked.get(block_mask) != sizes:
-        with call_stack.paused():
+        with current_session().paused():
             _require_listed(block_mask, *sizes, q.device)
         _checked[block_mask] = sizes
     return FlexMask(block_mask.mask_mod)

@@ -1,8 +1,11 @@
-"""State of interception in each thread: running modules of intercepted models, and how calls in them are handled."""
+"""State of interception where code runs: running modules of intercepted models, and how calls in them are handled."""
 
-import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from threading import get_ident
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -37,38 +40,39 @@ class Interception(Protocol):
 
 
 class _Paused:
-    """Context that pauses interception in one thread. While it is open, the torch function mode that intercepts torch's
+    """Context that pauses interception in a session. While it is open, the torch function mode that intercepts torch's
     functions is off, unless another mode was entered after that mode.
     """
 
-    __slots__ = ("_before", "_mode", "_stack")
+    __slots__ = ("_before", "_mode", "_session")
 
-    def __init__(self, stack: "CallStack") -> None:
-        self._stack = stack
+    def __init__(self, session: "Session") -> None:
+        self._session = session
 
     def __enter__(self) -> None:
-        stack = self._stack
-        self._before, stack.is_paused = stack.is_paused, True
-        self._mode = stack.torch_mode
+        session = self._session
+        self._before, session.is_paused = session.is_paused, True
+        self._mode = session.torch_mode
         if self._mode is None or _get_current_function_mode() is not self._mode:  # type: ignore[no-untyped-call]
             self._mode = None
         else:
             _pop_mode()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *_: object) -> None:
-        self._stack.is_paused = self._before
-        if self._mode is not None and self._stack.torch_mode is self._mode:
+        self._session.is_paused = self._before
+        if self._mode is not None and self._session.torch_mode is self._mode:
             _push_mode(self._mode)  # type: ignore[no-untyped-call]
 
 
-class CallStack(threading.local):
-    """State of interception in one thread: a stack of the running module calls of intercepted models, and flags that
-    pause or restrict interception.
+class Session:
+    """State of interception in one context of execution: the running module calls of intercepted models, what was
+    derived from the functions that they called, and flags that pause or restrict interception. A call of a model has a
+    session of its own (`for_model_call`). `current_session` returns the one that applies.
 
     Attributes:
-        interceptions: the open interceptions of all threads, outermost first; shared by all threads.
+        interceptions: the open interceptions of all threads, outermost first; shared by all sessions.
         module_calls: the running calls, outermost first.
-        torch_mode: mode that intercepts torch's functions in this thread; None while no intercepted module runs.
+        torch_mode: mode that intercepts torch's functions; None while no intercepted module runs.
         is_paused: True while an attention call is being answered, so that calls made for that are not intercepted.
         lineage: sources of the tensors that the running modules computed.
         torch_attention_heads: number of heads inside `F.multi_head_attention_forward`, where torch turns modes off;
@@ -78,28 +82,68 @@ class CallStack(threading.local):
         appended_keys: number of keys without a token that it appends to its keys.
         only_interceptor: the one interceptor that calls are reported to; None for all.
         following: the plan that the running call of a model follows, without `torch_mode`; None while calls are traced.
-        recomputed: while activation checkpointing repeats part of a forward pass in this thread, the interceptions of
-            that forward pass, which are then the only ones; otherwise None.
+        recomputed: while activation checkpointing repeats part of a forward pass, the interceptions of that forward
+            pass, which are then the only ones; otherwise None.
     """
 
     interceptions: ClassVar[tuple[Interception, ...]] = ()
+    _running: ClassVar[set["Session"]] = set()
 
-    def __init__(self) -> None:
+    def __init__(self, before: "Session | None" = None) -> None:
         self.module_calls: list[ModuleCall] = []
         self.torch_mode: TorchFunctionMode | None = None
-        self.is_paused = False
-        self.lineage = Lineage()
+        self.is_paused: bool = False if before is None else before.is_paused
+        self.lineage = Lineage(None if before is None else before.lineage)
         self.torch_attention_heads: int | None = None
         self.torch_attention_origins: CallOrigins | None = None
         self.attention = FollowedAttention()
         self.appended_keys = 0
-        self.only_interceptor: Interceptor | None = None
+        self.only_interceptor: Interceptor | None = None if before is None else before.only_interceptor
         self.following: Following | None = None
-        self.recomputed: tuple[Interception, ...] | None = None
+        self.recomputed: tuple[Interception, ...] | None = None if before is None else before.recomputed
+        self._before, self._thread = before, get_ident()
+
+    def for_model_call(self, mode: TorchFunctionMode) -> "Session":
+        """Make a new session current, that of a model call which starts now, and return it. It has the flags of this
+        session, which is current again when the call has ended. `mode` is the mode that intercepts torch's functions.
+        """
+        session = Session(self)
+        _CURRENT.set(session)
+        session._enter(mode)
+        return session
+
+    def snapshot(self) -> "Session":
+        """Return a session with copies of the present module calls, to which the present interceptions apply whenever
+        it is current, also if they have ended.
+        """
+        session = Session()
+        session.recomputed, session.only_interceptor = self.current_interceptions, self.only_interceptor
+        session.torch_mode = self.torch_mode
+        session.module_calls = [replace(call, call_counts=Counter(call.call_counts)) for call in self.module_calls]
+        return session
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Return a context in which a copy of this session, a snapshot, is current."""
+        session = self.snapshot()
+        before = _CURRENT.set(session)
+        try:
+            if self.torch_mode is not None:
+                session._enter(type(self.torch_mode)())
+            yield
+        finally:
+            session.end_module_calls()
+            _CURRENT.reset(before)
+
+    def _enter(self, mode: TorchFunctionMode) -> None:
+        """Enter the mode that intercepts torch's functions while module calls run."""
+        self.torch_mode = mode
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        Session._running.add(self)
 
     @property
     def intercepts(self) -> bool:
-        """True if attention calls in this thread are to be intercepted: a module of an intercepted model runs, and
+        """True if attention calls are to be intercepted: a module of an intercepted model runs, and
         interception is not paused.
         """
         return bool(self.module_calls) and not self.is_paused
@@ -174,7 +218,7 @@ class CallStack(threading.local):
 
     @property
     def current_interceptions(self) -> tuple[Interception, ...]:
-        """Interceptions (contexts that intercept a model) that apply in this thread, outermost first. While activation
+        """Interceptions (contexts that intercept a model) that apply, outermost first. While activation
         checkpointing repeats a forward pass, they are those that applied in this forward pass; otherwise all open ones.
         """
         return self.interceptions if self.recomputed is None else self.recomputed
@@ -187,24 +231,39 @@ class CallStack(threading.local):
         return self.recomputed is not None or torch._C._current_graph_task_id() != -1
 
     def end_module_calls(self, interceptor: Interceptor | None = None) -> None:
-        """Remove the module calls of `interceptor` (by default, of all interceptors) from this thread's stack, without
-        reporting that they ended. If the stack is then empty, turn off the torch function mode that intercepts torch's
-        functions.
+        """Remove the module calls of `interceptor` (by default, of all interceptors), without reporting that they
+        ended. If no other module call runs, the session has ended: turn off its mode, and make the session before it
+        current.
         """
         kept = [call for call in self.module_calls if interceptor is not None and call.interceptor is not interceptor]
         self.module_calls[:] = kept
-        if not kept:
-            self.following = None
-        if not kept and self.torch_mode is not None:
+        if kept:
+            return
+        self.following = None
+        if self.torch_mode is not None:
+            Session._running.discard(self)
             self.lineage.restart()
             self.attention = FollowedAttention()  # an exception may have left some
             # A module call that was left by another thread's end of the context can have left the mode below others.
             if _get_current_function_mode() is self.torch_mode:  # type: ignore[no-untyped-call]
                 self.torch_mode.__exit__(None, None, None)
             self.torch_mode = None
+        if self._before is not None:
+            self._before.lineage = self.lineage
+            if _CURRENT.get() is self:
+                _CURRENT.set(self._before)
+
+    @staticmethod
+    def end_calls_of(interceptor: Interceptor) -> None:
+        """Remove the module calls of `interceptor`, whose context ends, from all sessions of this thread: torch calls
+        no hook after what is not an Exception, such as KeyboardInterrupt.
+        """
+        for session in list(Session._running):
+            if session._thread == get_ident():
+                session.end_module_calls(interceptor)
 
     def paused(self) -> "_Paused":
-        """Return a context in which attention calls of this thread are not intercepted."""
+        """Return a context in which attention calls are not intercepted."""
         return _Paused(self)
 
     @contextmanager
@@ -223,8 +282,8 @@ class CallStack(threading.local):
 
     @contextmanager
     def exclusive_to(self, interceptor: Interceptor) -> Iterator[None]:
-        """Return a context in which attention calls of this thread are reported to `interceptor` alone, although other
-        interceptors may be active.
+        """Return a context in which attention calls are reported to `interceptor` alone, although other interceptors
+        may be active.
         """
         before, self.only_interceptor = self.only_interceptor, interceptor
         try:
@@ -233,5 +292,16 @@ class CallStack(threading.local):
             self.only_interceptor = before
 
 
-call_stack = CallStack()
-"""State of interception; each thread has its own."""
+_CURRENT: ContextVar[Session | None] = ContextVar("session of headwise", default=None)
+"""Session of the running code. A new thread has none. A task of asyncio has that of the code which created the task; it
+shares no model call that starts later, since each call of a model has a session of its own.
+"""
+
+
+def current_session() -> Session:
+    """Return the session of the running code. A thread that runs in a copy of another thread's context gets its own."""
+    session = _CURRENT.get()
+    if session is None or session._thread != get_ident():
+        session = Session()
+        _CURRENT.set(session)
+    return session
