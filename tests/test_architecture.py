@@ -100,6 +100,32 @@ def test_imports_make_no_circle():
     assert circle({module: imports_of(path.read_text()) for module, path in MODULES.items()}) == []
 
 
+INTERCEPTORS = {f"headwise.intercept.{name}" for name in ("interceptor", "session", "module_call", "plans", "watch")}
+"""Modules that know who intercepts a model."""
+
+
+def reached_from(module: str) -> set[str]:
+    """Return the modules that a module imports, itself or by another one."""
+    reached, found = set(), [module]
+    while found:
+        new = {name for name in imports_of(MODULES[found.pop()].read_text()) if name in MODULES} - reached
+        reached |= new
+        found += new
+    return reached
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("headwise.intercept.trace.")])
+def test_tracing_knows_no_interceptors(module):
+    assert not reached_from(module) & INTERCEPTORS
+
+
+def test_who_knows_interceptors_is_detected():
+    assert reached_from("headwise.intercept.session") > INTERCEPTORS - {
+        "headwise.intercept.session",
+        "headwise.intercept.watch",
+    }
+
+
 def test_a_circle_is_detected():
     assert circle({"a": ["b"], "b": ["c"], "c": []}) == []
     assert set(circle({"a": ["b"], "b": ["c"], "c": ["b"]})) == {"b", "c"}

@@ -9,7 +9,7 @@ from torch import nn
 import headwise as hw
 import tiny
 from headwise.attention.problem import Problem
-from headwise.intercept.scores_behind_weights import scores_behind
+from headwise.intercept.trace.scores import scores_behind
 from oracles import plain_attention
 
 BATCH, HEADS, LENGTH, DIM = 2, 3, 7, 5

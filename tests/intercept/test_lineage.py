@@ -6,8 +6,8 @@ from torch.overrides import TorchFunctionMode
 
 import headwise as hw
 import tiny
-from headwise.intercept.lineage import Lineage
-from headwise.intercept.output_projection import output_projection
+from headwise.intercept.trace.lineage import Lineage
+from headwise.intercept.trace.projection import output_projection
 
 
 class Functions(TorchFunctionMode):

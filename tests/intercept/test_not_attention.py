@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import headwise as hw
-from headwise.intercept.refusals import (
+from headwise.intercept.trace.refusals import (
     HEADS_CONTRADICT,
     HEADS_SEPARATE,
     HEADS_UNKNOWN,

@@ -11,7 +11,7 @@ from self_attention import WIDTH, merge, sdpa, softmax, split
 from torch import nn
 
 import headwise as hw
-from headwise.intercept.output_projection import gram_of, output_projection
+from headwise.intercept.trace.projection import gram_of, output_projection
 from tiny import TOKENS, family
 
 PLACES = {

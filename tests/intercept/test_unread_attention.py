@@ -8,7 +8,7 @@ from self_attention import HEADS, WIDTH, merge, split
 from torch import nn
 
 import headwise as hw
-from headwise.intercept.refusals import NO_QUERIES, NORMALISED, NOT_FOLLOWED, NOT_NORMALISED, NOT_SEEN
+from headwise.intercept.trace.refusals import NO_QUERIES, NORMALISED, NOT_FOLLOWED, NOT_NORMALISED, NOT_SEEN
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

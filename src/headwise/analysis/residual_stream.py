@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from headwise.analysis.prompts import AnswerTokens, output_embedding
 from headwise.errors import InputError
-from headwise.intercept.linear_map import linear_map
 from headwise.intercept.module_calls import module_calls
-from headwise.intercept.output_projection import output_projection
+from headwise.intercept.trace.projection import linear_map, output_projection
 from headwise.shapes import Float, Int
 
 TOLERANCE = 0.02

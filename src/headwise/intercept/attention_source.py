@@ -1,31 +1,33 @@
 """Objects from which the output of an attention call is computed, before it is known which axis is the heads."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from headwise.attention.problem import Problem
-from headwise.intercept.call_handlers import CallHandlers
-from headwise.intercept.head_layout import HeadLayout
+from headwise.intercept.trace.axes import HeadLayout
 from headwise.shapes import Float
 
 
-class OutputAxes(NamedTuple):
-    """Roles of the axes of an attention output as the model computes it: which axis has the features of a head's
-    output, and which axes have the queries.
+class Handlers(Protocol):
+    """Functions by which interceptors observe and change one attention call, as `CallHandlers` has them."""
 
-    Attributes:
-        value: index of the axis of features, those of the value vectors.
-        queries: indices of the axes of queries; heads may be merged with them.
-    """
+    @property
+    def changes(self) -> Sequence[object]:
+        """Functions that change the output of the call."""
 
-    value: int
-    queries: tuple[int, ...]
+    def changed(
+        self, out: Tensor, uniform_output: Callable[[], Tensor], read_problem: Callable[[], Problem | None]
+    ) -> Tensor:
+        """Return the output of the heads after all changes."""
 
 
-class AttentionSource(ABC):
+HandlersT = TypeVar("HandlersT", bound=Handlers)
+
+
+class AttentionSource(ABC, Generic[HandlersT]):
     """Base class for one attention call whose axis of heads is not known yet. It stores the tensors from which the
     output was computed, and reports the call once the layout of the heads is known.
 
@@ -61,14 +63,14 @@ class AttentionSource(ABC):
         """
 
     @abstractmethod
-    def handlers(self, layout: HeadLayout) -> CallHandlers:
+    def handlers(self, layout: HeadLayout) -> HandlersT:
         """Report the attention call to the interceptors of the model. `layout` states which of its axes are the heads.
         Return the functions by which they observe or change the call.
         """
 
     @abstractmethod
     def observe(
-        self, handlers: CallHandlers, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
+        self, handlers: HandlersT, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
     ) -> None:
         """Pass the attention weights, and the output `out` that the model computed, to the functions in `handlers` that
         observe the call.

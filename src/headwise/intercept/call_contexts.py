@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.intercept.call_tokens import TOKENS_UNKNOWN
 from headwise.intercept.documents import first_tokens_of_documents, ids_by_document
 from headwise.intercept.hidden_keys import shaped_as_padding, without_unselected
 from headwise.intercept.interceptor import Call, SiteKey
@@ -29,14 +28,7 @@ from headwise.intercept.padding import (
 from headwise.intercept.positions import FIRST_UNKNOWN, lacks_first_token, own_key_of_first_query
 from headwise.intercept.received_mask import ReceivedMask
 from headwise.intercept.sequence_positions import positions_in_sequences, separates_documents, stated_positions
-from headwise.intercept.sequences import (
-    EMPTY,
-    NO_TOKEN,
-    Continuation,
-    History,
-    SiteMemory,
-    padded_to,
-)
+from headwise.intercept.sequences import EMPTY, NO_TOKEN, Continuation, History, SiteMemory, padded_to
 from headwise.intercept.shared_results import SharedResults
 from headwise.intercept.stated_padding import NOTHING_STATED, StatedPadding
 from headwise.intercept.streams import (
@@ -46,6 +38,7 @@ from headwise.intercept.streams import (
     stream_of_keys,
     stream_of_queries,
 )
+from headwise.intercept.trace.tokens import TOKENS_UNKNOWN
 from headwise.shapes import Bool, Int
 
 OF_COMMON_POSITIONS = frozenset({"distance", "self", "previous", "next", "duplicate", "induction"})

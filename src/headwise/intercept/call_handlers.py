@@ -14,19 +14,17 @@ from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.intercept.accelerated_modules import OWN_BACKEND, accelerated_modules
-from headwise.intercept.attention_kind import attends_to_earlier_calls
-from headwise.intercept.call_site import site_of_call
-from headwise.intercept.call_tokens import CallTokens
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, must_trace, tokens_and_padding
-from headwise.intercept.origin import CallOrigins
 from headwise.intercept.packed_sequences import PackedSequences
 from headwise.intercept.plans import PlannedCall, Recording, Step, are_in_order
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.intercept.session import current_session
 from headwise.intercept.site_parts import names_of_layer
+from headwise.intercept.trace.lineage import CallOrigins, attends_to_earlier_calls
+from headwise.intercept.trace.tokens import CallTokens
 from headwise.intercept.unreadable_tensors import why_not_observed
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import WholeCall, attend_observed
@@ -278,7 +276,7 @@ def handlers_of_call(
                 sizes = (grid.batch, grid.queries) if packed is None or argument is None else argument.shape[:2]
                 tokens = session.lineage.tokens_of_call(argument, origins.q, (sizes[0], sizes[1]), module_calls)
         if planned is None:
-            site = site_of_call(module_call, grid, origins)
+            site = session.site_of_call(module_call, grid, origins)
             has_argument = tokens.ids is argument and not tokens.are_unknown and not tokens.are_moved
             if not has_argument or not session.lineage.ids.are_of_arguments:
                 must_trace(module_calls)

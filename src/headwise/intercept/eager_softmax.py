@@ -14,26 +14,26 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.kinds import Dense
-from headwise.intercept.attention_output import AttentionOutput
-from headwise.intercept.attention_source import AttentionSource, OutputAxes
-from headwise.intercept.axes import axes_of
+from headwise.intercept.attention_source import AttentionSource
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
-from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
-from headwise.intercept.contractions import PRODUCTS, Contraction, Label, adds_to_product, contraction_of
-from headwise.intercept.function_call import FunctionCall
-from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.interceptor import Interceptor
-from headwise.intercept.module_call import (
-    ModuleCall,
-    innermost_calls,
-    must_trace,
-    report_empty,
-    report_unreadable,
-)
-from headwise.intercept.origin import CallOrigins, Origin
-from headwise.intercept.output_tracking import hold, report_established
+from headwise.intercept.module_call import ModuleCall, innermost_calls, must_trace, report_empty
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
-from headwise.intercept.refusals import (
+from headwise.intercept.sequences import FINGERPRINT_WIDTH
+from headwise.intercept.session import current_session
+from headwise.intercept.site_parts import OTHER_AXIS
+from headwise.intercept.trace.axes import HeadLayout, OutputAxes, axes_of
+from headwise.intercept.trace.functions import (
+    PRODUCTS,
+    Contraction,
+    FunctionCall,
+    Label,
+    adds_to_product,
+    contraction_of,
+)
+from headwise.intercept.trace.lineage import CallOrigins, Origin
+from headwise.intercept.trace.outputs import hold, report_established
+from headwise.intercept.trace.refusals import (
     ADDED_TENSOR,
     CHANGED_IN_PLACE,
     COMPLEX,
@@ -43,22 +43,19 @@ from headwise.intercept.refusals import (
     NOT_SEEN,
     WEIGHTS_IN_PARTS,
 )
-from headwise.intercept.score_places import Order, Places, order_along, places_of
-from headwise.intercept.score_products import (
-    ComparedAxes,
+from headwise.intercept.trace.scores import (
+    Order,
     compared_axes,
     compares_activations,
     may_be_masked,
+    order_along,
+    places_of,
+    unshifted,
     with_learned_query,
 )
-from headwise.intercept.scores_behind_weights import unshifted
-from headwise.intercept.sequences import FINGERPRINT_WIDTH
-from headwise.intercept.session import current_session
-from headwise.intercept.site_parts import OTHER_AXIS
-from headwise.intercept.softmax_weights import (
-    KeptScores,
-    Softmax,
-    Weights,
+from headwise.intercept.trace.state import AttentionOutput, ComparedAxes, KeptScores, Places, Softmax, Weights
+from headwise.intercept.trace.tokens import ComparedTokens, NumberedTokens
+from headwise.intercept.trace.weights import (
     average_keys,
     follow_weights,
     hidden_by_scores,
@@ -130,7 +127,9 @@ def on_softmax(
     if result is scores:
         session.attention.scores.discard(scores)
     numbers = kept if numbers is None else numbers
-    record_weights(result, Weights(softmax, axes_of(result.shape), KeptScores(scores if numbers is None else numbers)))
+    kept_scores = KeptScores(scores if numbers is None else numbers)
+    session.attention.kept_scores.add(kept_scores)
+    record_weights(result, Weights(softmax, axes_of(result.shape), kept_scores))
 
 
 def _with_keys_last(origin: Origin, compared: ComparedAxes | None, module_calls: list[ModuleCall]) -> Origin:
@@ -176,7 +175,7 @@ def on_module_end(module_call: ModuleCall) -> None:
         softmax.has_ended = True
         softmax.outputs.clear()
         if not softmax.products and (softmax.is_used or (module_call.is_attention and not softmax.is_written)):
-            report_unreadable(softmax.module_calls, NOT_SEEN)
+            session.report_unreadable(softmax.module_calls, NOT_SEEN)
 
 
 def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
@@ -196,7 +195,7 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
     softmax.products += not softmax.has_ended
     reason = _why_left_out(product, result)
     if reason is not None:
-        report_unreadable(softmax.module_calls, reason)
+        current_session().report_unreadable(softmax.module_calls, reason)
         return result
     output = AttentionOutput(product, result, product.axes, product.module_calls, product.origins)
     if not softmax.has_ended:
@@ -232,7 +231,7 @@ def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> N
 
 
 @dataclass(eq=False)
-class _Product(AttentionSource):
+class _Product(AttentionSource[CallHandlers]):
     """One attention call in which a model multiplies attention weights, computed by softmax, with the values.
 
     Attributes:
@@ -329,7 +328,7 @@ class _Product(AttentionSource):
         ]
         softmax, running = weights.softmax, session.module_calls[:]
         if not softmax.has_ended:  # otherwise another module reuses the weights, in an attention call of its own
-            running = [each for each in softmax.module_calls if any(each is other for other in running)]
+            running = [each for each in running if any(each is other for other in softmax.module_calls)]
         is_observed = softmax.has_ended or not softmax.products
         axes = OutputAxes(value_axis, queries)
         in_values = tuple(
@@ -391,7 +390,8 @@ class _Product(AttentionSource):
 
     def _compared_in(self, axis: int) -> set[int]:
         """Return the axes of the product of queries and keys that are in an axis of the weights."""
-        of_scores = self.weights.softmax.compared.of_scores
+        compared = self.weights.softmax.compared
+        of_scores = () if compared is None else compared.of_scores
         return {each for factor in self.weights.axes[axis] if factor.axis >= 0 for each in of_scores[factor.axis]}
 
     def _values_of_keys(

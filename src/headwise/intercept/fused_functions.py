@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from headwise.intercept.contractions import is_parameter
 from headwise.intercept.foreign_functions import OPERATORS, operator_name
-from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.module_call import ModuleCall, report_unreadable
+from headwise.intercept.trace.functions import FunctionCall, is_parameter
+from headwise.intercept.trace.unread import is_projected
 from headwise.intercept.undropped import random_state_kept
-from headwise.intercept.unread_attention import is_projected
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 
 NAME_PARTS = ("attention", "attn", "transformer_encoder_layer_fwd")

@@ -32,16 +32,16 @@ from headwise.intercept.additive_masks import (
     is_uniform_where_hidden,
     with_infinite,
 )
-from headwise.intercept.attention_source import OutputAxes
 from headwise.intercept.call_handlers import handlers_of_call
 from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import is_sdpa_foreign
-from headwise.intercept.output_tracking import follow_reported
 from headwise.intercept.patches import Patches, Replacement
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
-from headwise.intercept.scores_behind_weights import scores_behind
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
 from headwise.intercept.session import current_session
+from headwise.intercept.trace.axes import OutputAxes
+from headwise.intercept.trace.outputs import follow_reported
+from headwise.intercept.trace.scores import scores_behind
 from headwise.intercept.undropped import call_without_dropout, random_state
 
 READABLE = ("sdpa", "eager")
@@ -325,7 +325,7 @@ def _intercepted_call(call: HFCall) -> Any:
     with session.paused():
         out = out.transpose(1, 2).contiguous()
     if origins is not None:
-        follow_reported(out, OutputAxes(3, (1,)), origins, step)
+        follow_reported(out, OutputAxes(3, (1,)), origins, step.number)
     return out, *others
 
 

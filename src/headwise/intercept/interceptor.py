@@ -11,9 +11,8 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
-from headwise.intercept.call_tokens import CallTokens
-from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
+from headwise.intercept.trace.tokens import CallTokens, ComparedTokens
 from headwise.shapes import Bool, Float
 from headwise.statistics.attend_observed import WholeCall
 

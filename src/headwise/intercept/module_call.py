@@ -1,7 +1,7 @@
 """Running calls of the modules of an intercepted model, and what their arguments say about the attention inside."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from headwise.intercept.interceptor import Interceptor, SiteKey
 from headwise.intercept.plans import Recording
 from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
+from headwise.intercept.trace.modules import named_arguments
 
 NON_TOKEN_ARGUMENTS = ("pixel_values", "input_features", "input_values")
 """Names of the arguments of modules that read images or sound, although the model around them reads tokens."""
@@ -129,18 +130,3 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
         ):
             break
     return ids if ids is not None and ids.ndim == 2 else None, padding
-
-
-def named_arguments(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a module call by name. If an argument is a dict, as in `model({"input_ids": ...})`, its
-    entries are included as arguments; a direct argument of the same name takes precedence.
-    """
-    if not any(isinstance(argument, Mapping) for argument in arguments.values()):
-        return arguments
-    nested = {
-        name: value
-        for argument in arguments.values()
-        if isinstance(argument, Mapping)
-        for name, value in argument.items()
-    }
-    return {**nested, **arguments}

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headwise.intercept import eager_softmax, output_tracking
-from headwise.intercept.function_call import tensors_among
+from headwise.intercept import eager_softmax
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall, must_trace
 from headwise.intercept.plans import Following, PlanKey, Recording, Steps
@@ -19,8 +18,10 @@ from headwise.intercept.session import current_session
 from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
 from headwise.intercept.torch_patches import TorchCalls, trace_from_log
+from headwise.intercept.trace import outputs
+from headwise.intercept.trace.functions import tensors_among
+from headwise.intercept.trace.unread import report_new
 from headwise.intercept.uncopied_hooks import UncopiedHooks
-from headwise.intercept.unread_attention import report_new
 
 
 class ModuleHooks(UncopiedHooks):
@@ -72,7 +73,7 @@ class ModuleHooks(UncopiedHooks):
         changed: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         if session.attention.may_change:
             with session.paused():
-                changed = output_tracking.with_changes((args, kwargs))
+                changed = outputs.with_changes((args, kwargs))
         args, kwargs = changed or (args, kwargs)
         is_outermost = all(call.interceptor is not self._interceptor for call in session.module_calls)
         names = self._argument_names
@@ -206,7 +207,7 @@ def _pop(output: Any) -> Any:
     if following is None:
         with session.paused():
             eager_softmax.on_module_end(module_call)
-            changed = output_tracking.on_module_end(output)
+            changed = outputs.on_module_end(output)
     is_pending = any(each.module_calls[-1] is module_call for each in session.attention.pending)
     if module_call.unfollowed and not is_pending:
         must_trace([*session.module_calls, module_call])

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.masks.grid import Grid
-from headwise.intercept.compared_tokens import ComparedTokens, LinearMapCall, NumberedTokens
-from headwise.intercept.function_call import READINGS
 from headwise.intercept.interceptor import InputSources, SiteKey
+from headwise.intercept.trace.functions import READINGS
+from headwise.intercept.trace.tokens import ComparedTokens, LinearMapCall, NumberedTokens
 from headwise.intercept.unreadable_tensors import has_no_numbers
 from headwise.shapes import Int
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.interceptor import Call
 from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.received_mask import ReceivedMask
 from headwise.intercept.sequences import Continuation, SiteMemory
+from headwise.intercept.trace.tokens import ComparedTokens
 
 FIRST_UNKNOWN = (
     "the first keys of these modules are not known to be tokens, so the statistic first is left out (see docs/watch.md)"

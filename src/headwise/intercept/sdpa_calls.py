@@ -16,20 +16,19 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem, mask_and_bias
 from headwise.intercept.accelerated_sdpa import accelerated_sdpa
 from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, with_infinite
-from headwise.intercept.attention_output import AttentionOutput
-from headwise.intercept.attention_source import AttentionSource, OutputAxes
-from headwise.intercept.axes import Factor
+from headwise.intercept.attention_source import AttentionSource
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import SDPA, is_causal_bias, is_foreign
-from headwise.intercept.function_call import FunctionCall
-from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.module_call import ModuleCall, must_trace, report_empty, report_unreadable
-from headwise.intercept.origin import CallOrigins
-from headwise.intercept.output_tracking import before_function, hold, refuse_multiplied
 from headwise.intercept.plans import OTHER_WAY, Step
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.session import current_session
+from headwise.intercept.trace.axes import Factor, HeadLayout, OutputAxes
+from headwise.intercept.trace.functions import FunctionCall
+from headwise.intercept.trace.lineage import CallOrigins
+from headwise.intercept.trace.outputs import before_function, hold, refuse_multiplied
+from headwise.intercept.trace.state import AttentionOutput
 from headwise.shapes import Float
 
 
@@ -124,7 +123,7 @@ def _planned_sdpa(
 
 
 @dataclass(frozen=True, eq=False)
-class SDPACall(AttentionSource):
+class SDPACall(AttentionSource[CallHandlers]):
     """One call of SDPA in an intercepted model, with the tensors as the model passed them.
 
     Attributes:

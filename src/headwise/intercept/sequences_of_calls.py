@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.interceptor import Call, SiteKey
+from headwise.intercept.trace.tokens import ComparedTokens
 from headwise.statistics.moments import Clusters, separate_clusters
 
 

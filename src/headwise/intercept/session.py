@@ -1,9 +1,8 @@
 """State of interception where code runs: running modules of intercepted models, and how calls in them are handled."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from threading import get_ident
 from typing import ClassVar, Protocol, runtime_checkable
@@ -12,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-from headwise.intercept.attention_kind import query_and_key
-from headwise.intercept.followed_attention import FollowedAttention
-from headwise.intercept.interceptor import Interceptor
-from headwise.intercept.lineage import Lineage
-from headwise.intercept.module_call import ModuleCall, report_unreadable
-from headwise.intercept.origin import CallOrigins, Origin
+from headwise.attention.masks.grid import Grid
+from headwise.intercept.interceptor import Interceptor, SiteKey
+from headwise.intercept.module_call import ModuleCall, innermost_calls, must_trace, report_unreadable
 from headwise.intercept.plans import OTHER_WAY, CallFacts, Following, ModuleStates, Step
+from headwise.intercept.site import Site
+from headwise.intercept.trace.lineage import UNKNOWN_KIND, CallOrigins, is_cross_attention, may_be_cached
+from headwise.intercept.trace.modules import RunningModule
+from headwise.intercept.trace.state import CURRENT, FollowedAttention, Trace
 from headwise.intercept.unreadable_tensors import why_not_read
 
 
@@ -64,7 +64,7 @@ class _Paused:
             _push_mode(self._mode)  # type: ignore[no-untyped-call]
 
 
-class Session:
+class Session(Trace):
     """State of interception in one context of execution: the running module calls of intercepted models, what was
     derived from the functions that they called, and flags that pause or restrict interception. A call of a model has a
     session of its own (`for_model_call`). `current_session` returns the one that applies.
@@ -74,12 +74,6 @@ class Session:
         module_calls: the running calls, outermost first.
         torch_mode: mode that intercepts torch's functions; None while no intercepted module runs.
         is_paused: True while an attention call is being answered, so that calls made for that are not intercepted.
-        lineage: sources of the tensors that the running modules computed.
-        torch_attention_heads: number of heads inside `F.multi_head_attention_forward`, where torch turns modes off;
-            None elsewhere.
-        torch_attention_origins: sources of the queries, keys and values there.
-        attention: scores, weights and outputs of attention, from their computation to their use.
-        appended_keys: number of keys without a token that it appends to its keys.
         only_interceptor: the one interceptor that calls are reported to; None for all.
         following: the plan that the running call of a model follows, without `torch_mode`; None while calls are traced.
         recomputed: while activation checkpointing repeats part of a forward pass, the interceptions of that forward
@@ -90,25 +84,21 @@ class Session:
     _running: ClassVar[set["Session"]] = set()
 
     def __init__(self, before: "Session | None" = None) -> None:
+        super().__init__(before)
         self.module_calls: list[ModuleCall] = []
         self.torch_mode: TorchFunctionMode | None = None
         self.is_paused: bool = False if before is None else before.is_paused
-        self.lineage = Lineage(None if before is None else before.lineage)
-        self.torch_attention_heads: int | None = None
-        self.torch_attention_origins: CallOrigins | None = None
-        self.attention = FollowedAttention()
-        self.appended_keys = 0
         self.only_interceptor: Interceptor | None = None if before is None else before.only_interceptor
         self.following: Following | None = None
         self.recomputed: tuple[Interception, ...] | None = None if before is None else before.recomputed
-        self._before, self._thread = before, get_ident()
+        self._before = before
 
     def for_model_call(self, mode: TorchFunctionMode) -> "Session":
         """Make a new session current, that of a model call which starts now, and return it. It has the flags of this
         session, which is current again when the call has ended. `mode` is the mode that intercepts torch's functions.
         """
         session = Session(self)
-        _CURRENT.set(session)
+        CURRENT.set(session)
         session._enter(mode)
         return session
 
@@ -126,14 +116,14 @@ class Session:
     def repeated(self) -> Iterator[None]:
         """Return a context in which a copy of this session, a snapshot, is current."""
         session = self.snapshot()
-        before = _CURRENT.set(session)
+        before = CURRENT.set(session)
         try:
             if self.torch_mode is not None:
                 session._enter(type(self.torch_mode)())
             yield
         finally:
             session.end_module_calls()
-            _CURRENT.reset(before)
+            CURRENT.reset(before)
 
     def _enter(self, mode: TorchFunctionMode) -> None:
         """Enter the mode that intercepts torch's functions while module calls run."""
@@ -199,23 +189,6 @@ class Session:
         of_q, of_k, of_v = (self.lineage.origin(tensor, self.module_calls) for tensor in (q, k, v))
         return CallOrigins(of_q, of_k, of_v, self.lineage.tokens.compared(q, k, v))
 
-    def origin_of_scores(self, scores: Tensor) -> Origin:
-        """Return the origin of attention scores: the tensors on which they depend. Its factors are the origins of the
-        queries and the keys.
-        """
-        if self.torch_attention_origins is not None:
-            return self.torch_attention_origins.q  # not used: `origins_of_product` returns all three
-        return self.lineage.origin(scores, self.module_calls)
-
-    def origins_of_product(self, scores: Origin, values: Tensor) -> CallOrigins:
-        """Return the origins of the queries, keys and values of a call in which weights are multiplied with `values`.
-        `scores` is the origin of the scores from which the weights were computed.
-        """
-        if self.torch_attention_origins is not None:
-            return self.torch_attention_origins
-        v = self.lineage.origin(values, self.module_calls)
-        return CallOrigins(*query_and_key(scores, v, self.lineage), v)
-
     @property
     def current_interceptions(self) -> tuple[Interception, ...]:
         """Interceptions (contexts that intercept a model) that apply, outermost first. While activation
@@ -250,8 +223,8 @@ class Session:
             self.torch_mode = None
         if self._before is not None:
             self._before.lineage = self.lineage
-            if _CURRENT.get() is self:
-                _CURRENT.set(self._before)
+            if CURRENT.get() is self:
+                CURRENT.set(self._before)
 
     @staticmethod
     def end_calls_of(interceptor: Interceptor) -> None:
@@ -259,8 +232,68 @@ class Session:
         no hook after what is not an Exception, such as KeyboardInterrupt.
         """
         for session in list(Session._running):
-            if session._thread == get_ident():
+            if session.thread == get_ident():
                 session.end_module_calls(interceptor)
+
+    def on_attention_found(self, module_calls: Sequence[RunningModule], origins: CallOrigins) -> tuple[bool, bool]:
+        """Number the layer of an attention call, if the module computes several layers itself: in the order in which
+        they attend. Return two values: True if an interceptor observes attention weights, and True if one may change
+        the output.
+        """
+        own = _own(module_calls)
+        for innermost in innermost_calls(own):
+            innermost.parts.index(self._is_cross(innermost, origins) is not False, origins)
+        interceptors = {id(call.interceptor): call.interceptor for call in own}.values()
+        classes = [type(each) for each in interceptors if self.only_interceptor in (None, each)]
+        is_observed = any(each.observe is not Interceptor.observe for each in classes)
+        return is_observed, any(each.change is not Interceptor.change for each in classes)
+
+    def report_unreadable(self, module_calls: Sequence[RunningModule], reason: str) -> None:
+        report_unreadable(_own(module_calls), reason)
+
+    def report_projected(
+        self, module_calls: Sequence[RunningModule], number: int | None, weights: Sequence[Tensor]
+    ) -> None:
+        own = _own(module_calls)
+        if number is not None and own[0].recording is not None:
+            own[0].recording.on_projected(number, weights)
+        for innermost in innermost_calls(own):
+            innermost.interceptor.on_projected(innermost.path, weights)
+
+    def on_replaced(self, tensor: Tensor, other: Tensor) -> None:
+        if self.module_calls and self.module_calls[0].recording is not None:
+            self.module_calls[0].recording.on_replaced(tensor, other)
+
+    def stated_sites(self, module_calls: Sequence[RunningModule]) -> list[Site]:
+        return [each.stated for each in innermost_calls(_own(module_calls)) if each.stated is not None]
+
+    def site_of_call(self, module_call: ModuleCall, grid: Grid, origins: CallOrigins | None) -> SiteKey:
+        """Return the site of an attention call: the path of its module, the kind (self- or cross-attention), and the
+        number of the layer in the module. If the kind is neither derived nor stated by the user, the call counts as
+        cross-attention, and the interceptor is notified that the kind is unknown.
+
+        Raises:
+            InputError: the user stated another kind or number of heads.
+        """
+        if module_call.stated is not None:
+            module_call.stated.require_heads(grid.heads)
+        is_cross = self._is_cross(module_call, origins)
+        if is_cross is None and not self.is_recomputing:
+            must_trace(self.module_calls)
+            module_call.interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
+        cross = is_cross is not False
+        return SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))
+
+    def _is_cross(self, module_call: ModuleCall, origins: CallOrigins | None) -> bool | None:
+        """Return True for cross-attention, False for self-attention. The kind is derived from the sources of queries
+        and keys, or stated by the user; return None if neither is the case.
+        """
+        is_cross = None if origins is None else is_cross_attention(origins, self.lineage)
+        if is_cross is None and origins is not None and may_be_cached(origins, self.lineage):
+            is_cross = False if module_call.parts.was_self_attention(origins) else None
+        if is_cross is False and origins is not None and origins.k is not None:
+            module_call.parts.add_self_attention(origins.k.maps)
+        return is_cross if module_call.stated is None else module_call.stated.resolved_cross(is_cross)
 
     def paused(self) -> "_Paused":
         """Return a context in which attention calls are not intercepted."""
@@ -292,16 +325,15 @@ class Session:
             self.only_interceptor = before
 
 
-_CURRENT: ContextVar[Session | None] = ContextVar("session of headwise", default=None)
-"""Session of the running code. A new thread has none. A task of asyncio has that of the code which created the task; it
-shares no model call that starts later, since each call of a model has a session of its own.
-"""
-
-
 def current_session() -> Session:
     """Return the session of the running code. A thread that runs in a copy of another thread's context gets its own."""
-    session = _CURRENT.get()
-    if session is None or session._thread != get_ident():
+    session = CURRENT.get()
+    if not isinstance(session, Session) or session.thread != get_ident():
         session = Session()
-        _CURRENT.set(session)
+        CURRENT.set(session)
     return session
+
+
+def _own(module_calls: Sequence[RunningModule]) -> list[ModuleCall]:
+    """Return running module calls as those of a session, which has no others."""
+    return [each for each in module_calls if isinstance(each, ModuleCall)]

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Size, nn
 
 from headwise.errors import InputError
-from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.stated_layout import axis_names, stated_head_layout
+from headwise.intercept.trace.axes import HeadLayout
 
 KINDS = ("self", "cross")
 

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Hashable
 
-from headwise.intercept.origin import CallOrigins
+from headwise.intercept.trace.lineage import CallOrigins
 
 OTHER_AXIS: frozenset[Hashable] = frozenset({"other axis"})
 """Names for queries that no weights project, in a softmax over the other axis of the scores of layer 0."""

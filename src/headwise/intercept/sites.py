@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, Interceptor, SiteKey
 from headwise.intercept.layer_index import innermost_attention_modules, is_inside, is_related, layer_numbers
-from headwise.intercept.refusals import NOT_FOLLOWED, NOT_SEEN, REASONS_BESIDE_ATTENTION
+from headwise.intercept.trace.refusals import NOT_FOLLOWED, NOT_SEEN, REASONS_BESIDE_ATTENTION
 from headwise.shapes import Float
 from headwise.statistics.moments import Clusters, RunningLargest, RunningMoments, with_several_values
 from headwise.statistics.registry import LARGEST

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from torch import Size
 
 from headwise.errors import InputError
-from headwise.intercept.axes import Factor
-from headwise.intercept.head_layout import HeadLayout
+from headwise.intercept.trace.axes import Factor, HeadLayout
 
 Names = tuple[tuple[str, ...], ...]
 """Names of the parts of each axis, the one that changes slowest first."""

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.intercept.call_contexts import OF_COMMON_POSITIONS, CallContexts
-from headwise.intercept.call_tokens import OF_TOKENS
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
 from headwise.intercept.layer_index import is_inside
@@ -17,6 +16,7 @@ from headwise.intercept.sequences_of_calls import QueryParts, Recurrence, Sequen
 from headwise.intercept.session import current_session
 from headwise.intercept.sites import SiteRecord
 from headwise.intercept.stated_padding import StatedPadding
+from headwise.intercept.trace.tokens import OF_TOKENS
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import WholeCall

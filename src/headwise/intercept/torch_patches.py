@@ -19,28 +19,24 @@ from headwise.intercept import eager_softmax
 from headwise.intercept.adapters.all_engines import engine_patches
 from headwise.intercept.adapters.answer import answered_by_engine
 from headwise.intercept.adapters.torch_operators import OPERATORS, read
-from headwise.intercept.broadcast_products import contracted
 from headwise.intercept.call_handlers import answer_intercepted
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
-from headwise.intercept.contractions import BMM
 from headwise.intercept.foreign_functions import OPERATORS as OTHER_OPERATORS
 from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torchs_own
-from headwise.intercept.function_call import QUERIES, FunctionCall
 from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import dispatch_patches
-from headwise.intercept.in_place_changes import share_memory
 from headwise.intercept.module_call import ModuleCall, must_trace
-from headwise.intercept.origin import CallOrigins
-from headwise.intercept.output_tracking import after_function, before_function, lose_outputs
 from headwise.intercept.patches import Patches, Replacement
 from headwise.intercept.plans import Following
-from headwise.intercept.score_places import follow_places
-from headwise.intercept.score_products import follow_scores, written_softmax
 from headwise.intercept.sdpa_calls import intercepted_sdpa
 from headwise.intercept.session import current_session
-from headwise.intercept.softmax_weights import DROPOUT, before_overwriting
+from headwise.intercept.trace.functions import BMM, QUERIES, FunctionCall, share_memory
+from headwise.intercept.trace.lineage import CallOrigins
+from headwise.intercept.trace.outputs import after_function, before_function, lose_outputs
+from headwise.intercept.trace.scores import contracted, follow_places, follow_scores, written_softmax
+from headwise.intercept.trace.unread import report_averages, report_new_tensors
+from headwise.intercept.trace.weights import DROPOUT, before_overwriting
 from headwise.intercept.uncopied_hooks import getstate_without_hooks
-from headwise.intercept.unread_attention import report_averages, report_new_tensors
 from headwise.intercept.unreadable_tensors import has_no_numbers
 
 TORCH_ATTENTION = F.multi_head_attention_forward

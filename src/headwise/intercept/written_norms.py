@@ -17,8 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from headwise.convert.layers import LinearMap
-from headwise.intercept.linear_map import has_convolution, linear_map, may_fit
-from headwise.intercept.output_projection import PROJECTION_NAMES, gram_of, output_projection
+from headwise.intercept.trace.projection import (
+    PROJECTION_NAMES,
+    gram_of,
+    has_convolution,
+    linear_map,
+    may_fit,
+    output_projection,
+)
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 from headwise.shapes import Bool, Float
 from headwise.statistics.tally import HeadSlices

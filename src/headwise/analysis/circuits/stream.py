@@ -17,8 +17,8 @@ from headwise.analysis.circuits.module_maps import PlacedModule
 from headwise.analysis.circuits.norms import norm_map
 from headwise.analysis.circuits.trace import ModuleCall, RunTrace, is_norm, is_same
 from headwise.data.tokenization import input_embeddings, output_embeddings
-from headwise.intercept.linear_map import linear_map
 from headwise.intercept.module_calls import module_calls
+from headwise.intercept.trace.projection import linear_map
 from headwise.shapes import Float
 
 TOLERANCE = 1e-6

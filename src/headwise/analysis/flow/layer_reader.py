@@ -13,8 +13,8 @@ from headwise.intercept.call_contexts import CallContexts
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Observation
 from headwise.intercept.observed_call import ObservedCall
-from headwise.intercept.refusals import NEVER_CHANGED, NOT_LINEAR, NOT_OVER_KEYS
 from headwise.intercept.sites import SiteRegistry
+from headwise.intercept.trace.refusals import NEVER_CHANGED, NOT_LINEAR, NOT_OVER_KEYS
 from headwise.shapes import Float
 
 IGNORED = frozenset((NOT_OVER_KEYS, NOT_LINEAR, NEVER_CHANGED))

@@ -12,9 +12,9 @@ from headwise.analysis.redundancy.similarity import OutputProducts, WeightDistan
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.intercept.call_contexts import CallContexts
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
-from headwise.intercept.output_projection import output_projection
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.streams import PADDED_QUERIES_UNKNOWN
+from headwise.intercept.trace.projection import output_projection
 from headwise.runs.checkpoint import storable
 from headwise.runs.data_pass import SiteProgress
 from headwise.shapes import Float

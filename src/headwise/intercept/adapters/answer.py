@@ -11,14 +11,14 @@ from headwise.attention.attend import uniform_output
 from headwise.attention.problem import Answer, Problem
 from headwise.errors import InputError
 from headwise.intercept.adapters.engine import EngineCall, HeadsInBatch, UnreadableCall
-from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.module_call import must_trace, report_unreadable
-from headwise.intercept.output_tracking import follow_reported, hold, refuse_multiplied
 from headwise.intercept.plans import OTHER_WAY
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.sdpa_calls import SDPACall
 from headwise.intercept.session import current_session
+from headwise.intercept.trace.outputs import follow_reported, hold, refuse_multiplied
+from headwise.intercept.trace.state import AttentionOutput
 
 UNEXPECTED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """Errors of an adapter for a call of a form that it does not expect, as of another version of the library."""
@@ -92,7 +92,7 @@ def _answered(name: str, out: Tensor, call: EngineCall) -> Tensor:
         with session.paused():
             out = call.layout.written(changed, out)
     if origins is not None:
-        follow_reported(out, call.layout.axes, origins, step)
+        follow_reported(out, call.layout.axes, origins, step.number)
     return out
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
-from headwise.intercept.attention_source import OutputAxes
 from headwise.intercept.packed_sequences import PackedSequences
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
+from headwise.intercept.trace.axes import OutputAxes
 
 
 class UnreadableCall(Exception):

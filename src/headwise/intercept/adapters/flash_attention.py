@@ -14,14 +14,7 @@ from torch import Tensor
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.adapters.engine import TOKENS_FIRST, Arguments, Engine, EngineCall, UnreadableCall
-from headwise.intercept.adapters.packed_calls import (
-    Lengths,
-    alibi_bias,
-    band,
-    offsets,
-    packed_call,
-    places_in_pages,
-)
+from headwise.intercept.adapters.packed_calls import Lengths, alibi_bias, band, offsets, packed_call, places_in_pages
 
 WITHOUT_EFFECT = (
     *("deterministic", "return_attn_probs", "return_softmax_lse", "return_lse", "num_splits", "pack_gqa", "sm_margin"),

@@ -21,7 +21,7 @@ from headwise.intercept.adapters.engine import (
 )
 from headwise.intercept.adapters.packed_calls import Lengths, band, packed_call, places_in_pages
 from headwise.intercept.additive_masks import with_infinite
-from headwise.intercept.attention_source import OutputAxes
+from headwise.intercept.trace.axes import OutputAxes
 
 Rule = Callable[[Any], Mask | None]
 

@@ -1,7 +1,4 @@
-"""Reasons why attention that a model computes is not reported to interceptors.
-
-Each is the start of a sentence that ends with the paths of modules.
-"""
+"""Reasons for which the attention of a module is left out, as the start of a sentence that ends with module paths."""
 
 NOT_SEEN = "attention of these modules was not seen"
 """Reason for modules that look like attention, but in which no attention was found."""

@@ -1,7 +1,7 @@
 """Attention weights that a model computes by softmax, followed from the softmax to their product with the values."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,12 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.intercept.additive_masks import hides_all_keys, with_infinite
-from headwise.intercept.axes import VIEWS, Axes, axes_after
-from headwise.intercept.function_call import FunctionCall
-from headwise.intercept.in_place_changes import overwritten_tensors, share_memory, version_of
-from headwise.intercept.module_call import ModuleCall
-from headwise.intercept.origin import Origin
-from headwise.intercept.session import current_session
+from headwise.intercept.trace.axes import VIEWS, Axes, axes_after
+from headwise.intercept.trace.functions import FunctionCall, overwritten_tensors, share_memory, version_of
+from headwise.intercept.trace.state import Weights, current_trace
 from headwise.shapes import Bool, Float
 
 DROPOUT = F.dropout
@@ -48,100 +45,6 @@ MODIFICATIONS: frozenset[Callable[..., Any]] = frozenset(
 """Functions that change single weights, such as a mask by multiplication."""
 
 
-@dataclass(eq=False)
-class Softmax:
-    """Record of one softmax in a model, whose result may be attention weights.
-
-    Attributes:
-        dim: axis of the softmax.
-        elements: number of elements of its result.
-        module_calls: the running module calls, outermost first.
-        origin: sources of the scores.
-        compares_activations: True if the scores are known to come from a product of two activations.
-        compared: axes of the product of queries and keys, and their tokens; None if the product is unknown.
-        may_be_masked: True if large negative scores may be those of a mask.
-        products: number of products of its weights with values.
-        outputs: number of weights in each of these products and its result, an `AttentionOutput`, until the innermost
-            module has ended.
-        is_used: True if a function used the weights in a way that is not followed.
-        has_ended: True when the innermost module that computed it has ended.
-        is_written: True if the model wrote the softmax as an exponential and a sum.
-    """
-
-    dim: int
-    elements: int
-    module_calls: list[ModuleCall]
-    origin: Origin
-    compares_activations: bool
-    compared: Any = None
-    may_be_masked: bool = True
-    products: int = 0
-    outputs: list[tuple[int, Any]] = field(default_factory=list)
-    is_used: bool = False
-    has_ended: bool = False
-    is_written: bool = False
-
-
-class KeptScores:
-    """Scores from which a softmax computed attention weights, to be read later. Before the model overwrites their
-    memory, they are copied.
-
-    Args:
-        scores: the scores.
-
-    Attributes:
-        tensor: the scores, or their copy.
-    """
-
-    def __init__(self, scores: Tensor) -> None:
-        self.tensor = scores.detach()
-        self._version = version_of(scores)
-        current_session().attention.kept_scores.add(self)
-
-    @property
-    def are_lost(self) -> bool:
-        """True if the model has changed the scores in a way that was not seen before."""
-        return version_of(self.tensor) != self._version
-
-    def before_overwriting(self, tensor: Tensor) -> None:
-        """Copy the scores if the model is about to overwrite `tensor` and the scores are in its memory."""
-        if share_memory(tensor, self.tensor) and not self.are_lost:
-            self.tensor = self.tensor.clone()
-            self._version = version_of(self.tensor)
-
-
-@dataclass(frozen=True, eq=False)
-class Weights:
-    """Record of a tensor that contains attention weights of a model: the result of a softmax, or a tensor computed from
-    it.
-
-    Attributes:
-        softmax: the softmax.
-        axes: axes of the tensor, as factors of the axes of the softmax's result.
-        kept: the scores.
-        arranged: function that rearranges the scores to the axes of the tensor.
-        undropped: the weights before dropout; None if the tensor has no dropout.
-        zeroed: True where the model filled weights with zeros; None where it did not.
-        is_scaled: True if the model changed weights to other numbers than 0.
-        version: torch's count of the in-place changes of the tensor when this record was stored.
-        is_overwritten: True if the model has overwritten memory of the tensor since then.
-    """
-
-    softmax: Softmax
-    axes: Axes
-    kept: KeptScores
-    arranged: Callable[[Tensor], Tensor] = lambda scores: scores
-    undropped: Tensor | None = None
-    zeroed: Tensor | None = None
-    is_scaled: bool = False
-    version: int | None = None
-    is_overwritten: bool = False
-
-    def scores(self) -> Tensor:
-        """Return the scores, with the axes of the tensor of weights."""
-        return self.arranged(self.kept.tensor)
-
-
 def uniform_weights(
     scores: Float[Tensor, "*rows keys"], zeroed: Bool[Tensor, "*rows keys"] | None, *, may_be_masked: bool = True
 ) -> Float[Tensor, "*rows keys"]:
@@ -167,7 +70,7 @@ def hidden_by_scores(scores: Float[Tensor, "*rows keys"], *, may_be_masked: bool
 def record_weights(tensor: Tensor, weights: Weights) -> None:
     """Store `weights`, a record that states how `tensor` was computed as attention weights."""
     weights = replace(weights, version=version_of(tensor), is_overwritten=False)
-    current_session().attention.weights.set(tensor, weights)
+    current_trace().attention.weights.set(tensor, weights)
 
 
 def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | None:
@@ -179,8 +82,8 @@ def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | 
         tensor: the tensor.
         writer: the running function call, which may have changed the tensor in place.
     """
-    session = current_session()
-    weights: Weights | None = session.attention.weights.get(tensor)
+    trace = current_trace()
+    weights = trace.attention.weights.get(tensor)
     if weights is None:
         return None
     is_written = writer is not None and any(each is tensor for each in overwritten_tensors(writer))
@@ -190,7 +93,7 @@ def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | 
         return weights
     if weights.undropped is not None:  # the weights before dropout are lost
         weights.softmax.is_used = True
-        session.attention.weights.discard(tensor)
+        trace.attention.weights.discard(tensor)
         return None
     is_zero = tensor.detach() == 0
     zeroed = is_zero if weights.zeroed is None else weights.zeroed | is_zero
@@ -205,8 +108,8 @@ def before_overwriting(call: FunctionCall) -> None:
     Weights whose memory is overwritten are marked, unless the call is one of those that are followed. What was recorded
     of a tensor `out` is discarded, since its content is replaced.
     """
-    session = current_session()
-    attention = session.attention
+    trace = current_trace()
+    attention = trace.attention
     if not (attention.weights or attention.kept_scores or attention.pending or "out" in call.kwargs):
         return
     for written in overwritten_tensors(call):
@@ -226,15 +129,15 @@ def before_overwriting(call: FunctionCall) -> None:
             attention.weights.discard(written)
             attention.scores.discard(written)
             attention.places.discard(written)
-            session.lineage.discard(written)
+            trace.lineage.discard(written)
 
 
 def weights_among(call: FunctionCall) -> list[Tensor]:
     """Return those tensors among the arguments of a function call that are known to contain attention weights."""
-    session = current_session()
-    if not session.attention.weights:
+    trace = current_trace()
+    if not trace.attention.weights:
         return []
-    return [tensor for tensor in call.tensors if session.attention.weights.get(tensor) is not None]
+    return [tensor for tensor in call.tensors if trace.attention.weights.get(tensor) is not None]
 
 
 def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
@@ -252,7 +155,7 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
             before = tensor if weights.undropped is None else weights.undropped
             weights = replace(weights, undropped=before.detach())
         elif _drops(*call.args, **call.kwargs):  # the weights before dropout are lost
-            current_session().attention.weights.discard(tensor)
+            current_trace().attention.weights.discard(tensor)
             return
         record_weights(result, weights)
     elif function in COPIES or function in FILLS or is_modification:

@@ -1,28 +1,93 @@
-"""Sources of all tensors of a running model, followed through the torch functions that it calls."""
+"""Sources of all tensors of a running model, followed through the torch functions that it calls.
+
+A source is a tensor that comes from outside, such as an input of the model, or the result of a mixing step: a product
+of two activations, as in attention, a concatenation of different sources, or a selection of some of the tokens. Sets of
+sources are the bits of whole numbers. They decide if attention is self- or cross-attention.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.intercept.call_tokens import CallTokens
-from headwise.intercept.function_call import FunctionCall, tensors_among
-from headwise.intercept.looked_up_ids import INTEGERS, LookedUpIds
-from headwise.intercept.module_call import ModuleCall
-from headwise.intercept.origin import CallOrigins, Origin, union_of
-from headwise.intercept.source_rules import (
+from headwise.intercept.trace.axes import TensorMap
+from headwise.intercept.trace.functions import (
     ADDED_PRODUCTS,
     CONCATENATIONS,
     CONSTANTS,
-    INPUT_AND_WEIGHT,
+    CONVOLUTIONS,
     PLACEMENTS,
     PRODUCTS,
     REORDERINGS,
     SELECTIONS,
+    FunctionCall,
+    tensors_among,
 )
-from headwise.intercept.tensor_map import TensorMap
-from headwise.intercept.token_numbers import TokenNumbers
+from headwise.intercept.trace.modules import RunningModule
+from headwise.intercept.trace.tokens import INTEGERS, CallTokens, ComparedTokens, LookedUpIds, TokenNumbers
+
+
+class Origin(NamedTuple):
+    """Sources of one tensor: the tensors on which it depends. Sources of the input of the tensor's last linear map,
+    such as the query projection, are stored apart from sources that were added after this map.
+
+    Attributes:
+        projected: sources of the input of the last linear map; 0 if there was none.
+        joined: sources that were added, multiplied or concatenated after it, such as rotary tables and cached keys.
+        maps: names of the weights of the last linear map, or of several whose results were joined.
+        factors: origins of the two factors of each product of two activations that the tensor follows from without
+            another linear map. Attention scores have the queries and the keys, and possibly the queries and positions.
+    """
+
+    projected: int = 0
+    joined: int = 0
+    maps: frozenset[Hashable] = frozenset()
+    factors: "tuple[tuple[Origin, Origin], ...]" = ()
+
+    @property
+    def sources(self) -> int:
+        """All sources of the tensor, from before and after its last linear map, as the bits of an int."""
+        return self.projected | self.joined
+
+
+class CallOrigins(NamedTuple):
+    """Origins of the queries, keys and values of one attention call, that is the tensors on which each depends.
+
+    Attributes:
+        q: origin of the queries.
+        k: origin of the keys; None if it is unknown.
+        v: origin of the values.
+        tokens: tokens of the queries, keys and values; None if they are unknown.
+        are_moved: True if the model has moved queries or keys of the scores to other places, and their tokens there
+            are unknown.
+    """
+
+    q: Origin
+    k: Origin | None
+    v: Origin
+    tokens: ComparedTokens | None = None
+    are_moved: bool = False
+
+
+NO_ORIGIN = Origin()
+"""Origin of no tensor."""
+
+
+def union_of(origins: Iterable[Origin]) -> Origin:
+    """Return the origin (sources) of a tensor computed element by element from tensors with these origins: the union of
+    all their sources.
+    """
+    result = NO_ORIGIN
+    for origin in origins:
+        if result is NO_ORIGIN:
+            result = origin
+        elif origin is not NO_ORIGIN and origin is not result and origin != result:
+            maps = result.maps | origin.maps if result.maps and origin.maps else result.maps or origin.maps
+            factors = result.factors + tuple(each for each in origin.factors if each not in result.factors)
+            result = Origin(result.projected | origin.projected, result.joined | origin.joined, maps, factors)
+    return result
 
 
 class Lineage:
@@ -74,7 +139,7 @@ class Lineage:
         self.given = union_of(self.origin(tensor, ()) for tensor in tensors_among(given)).sources
         self.outside = 0
 
-    def record(self, call: FunctionCall, result: Any, module_calls: Sequence[ModuleCall]) -> None:
+    def record(self, call: FunctionCall, result: Any, module_calls: Sequence[RunningModule]) -> None:
         """Record the origin (sources) of the `result` of a function call. By default these are the sources of all
         arguments together. Linear maps, products and concatenations have other rules. A concatenation of features of
         the same tokens follows the default.
@@ -113,7 +178,7 @@ class Lineage:
             base = written._base
             self.set(base, self._written([self.origin(base, module_calls), origin]))
 
-    def record_ids(self, call: FunctionCall, result: Any, module_calls: Sequence[ModuleCall]) -> None:
+    def record_ids(self, call: FunctionCall, result: Any, module_calls: Sequence[RunningModule]) -> None:
         """Record the token ids that a function call looks up in a table, as a further source of its `result`."""
         integers = [tensor for tensor in call.tensors if tensor.dtype in INTEGERS]
         if not integers:
@@ -130,7 +195,7 @@ class Lineage:
         self.ids.record(call, integers, result, module_calls, is_table, mark)
 
     def tokens_of_call(
-        self, argument: Tensor | None, query: Origin, sizes: tuple[int, int], module_calls: Sequence[ModuleCall]
+        self, argument: Tensor | None, query: Origin, sizes: tuple[int, int], module_calls: Sequence[RunningModule]
     ) -> CallTokens:
         """Return the token ids of an attention call with queries of the origin `query`.
 
@@ -144,7 +209,7 @@ class Lineage:
         content = self.content(query) & ~self.state if query.sources else None
         return self.ids.of_call(argument, content, sizes, given, self.reorderings)
 
-    def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[ModuleCall]) -> None:
+    def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[RunningModule]) -> None:
         """Record the origin (sources) of a module's `output` if it is unknown, as when a library other than torch
         computed it. The sources are those of all `arguments`, and the module counts as a linear map. If the arguments
         have different sources, the module itself is another source. `module_calls` ends with the call of this module.
@@ -162,7 +227,7 @@ class Lineage:
         for tensor in unknown:
             self.set(tensor, Origin(sources, maps=frozenset([module])))
 
-    def origin(self, tensor: Tensor, module_calls: Sequence[ModuleCall]) -> Origin:
+    def origin(self, tensor: Tensor, module_calls: Sequence[RunningModule]) -> Origin:
         """Return the origin (sources) of a tensor. A tensor that no recorded function has computed is a source itself:
         a parameter or buffer of a running module, or a tensor from outside of the model call.
         """
@@ -186,7 +251,7 @@ class Lineage:
         """Return True if the origin (sources) of a tensor is recorded in this call of the model."""
         return self._origins.get(tensor) is not None
 
-    def is_new(self, tensor: Tensor, module_calls: Sequence[ModuleCall]) -> bool:
+    def is_new(self, tensor: Tensor, module_calls: Sequence[RunningModule]) -> bool:
         """Return True if a tensor is none that a recorded function has computed, in this call of the model or the one
         before, and no parameter or buffer of a running module.
         """
@@ -380,8 +445,10 @@ class Lineage:
 _RULES: dict[Any, Callable[[Lineage, list[Tensor], list[Origin]], Origin]] = {
     **dict.fromkeys(CONSTANTS, Lineage._of_constant),
     **dict.fromkeys(CONCATENATIONS, Lineage._concatenated),
-    **dict.fromkeys(INPUT_AND_WEIGHT, Lineage._mapped),
     **dict.fromkeys(PRODUCTS, Lineage._multiplied),
+    **dict.fromkeys(
+        CONVOLUTIONS | {F.linear, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}, Lineage._mapped
+    ),
     **dict.fromkeys(ADDED_PRODUCTS, Lineage._added_product),
     **dict.fromkeys(PLACEMENTS, Lineage._placed),
 }
@@ -403,7 +470,7 @@ def _bits_of(sources: int) -> Iterator[int]:
         sources ^= bit
 
 
-def _name_in(module_calls: Sequence[ModuleCall], tensor: Tensor) -> Hashable | None:
+def _name_in(module_calls: Sequence[RunningModule], tensor: Tensor) -> Hashable | None:
     """Return a name for `tensor` if it is a parameter or buffer of a running module: the module's id and the
     attribute's name. It is the same in every call of the model. Return None for other tensors.
     """
@@ -447,3 +514,94 @@ def _key_of(argument: Any) -> Hashable:
     if isinstance(argument, Tensor):
         return id(argument)
     return tuple(map(_key_of, argument)) if isinstance(argument, tuple | list) else repr(argument)
+
+
+UNKNOWN_KIND = (
+    "it is unknown if queries and keys of these modules come from the same tokens, so they are reported as "
+    "cross-attention, without statistics of positions; state kind= in hw.Site (see docs/watch.md)"
+)
+"""Reason for modules whose attention is neither known to be self-attention nor to be cross-attention."""
+
+
+def is_cross_attention(origins: CallOrigins, lineage: Lineage) -> bool | None:
+    """Return True for cross-attention, False for self-attention. The kind is derived from the sources of the queries,
+    keys and values (tensors on which they depend). Return None if the sources do not determine the kind.
+
+    It is self-attention if queries and keys have the same content. Sources that only one of the two has are
+    permitted, such as position embeddings, unless they come from a mixing step: the output of attention, or a
+    concatenation with other tokens. Keys that an earlier layer used for self-attention may be shared by later layers,
+    and keys of earlier tokens may be concatenated with those of the queries.
+    """
+    if origins.k is None:
+        return None
+    is_cross = _is_cross(origins.q, origins.k, origins.v, lineage)
+    if is_cross is False:
+        keys = origins.k.maps, lineage.content(origins.k)
+        if attends_to_earlier_calls(origins.q, origins.k, lineage):
+            lineage.recurrent_keys.add(keys)
+        lineage.self_attention_keys.add(keys)
+    return is_cross
+
+
+def attends_to_earlier_calls(query: Origin, key: Origin | None, lineage: Lineage) -> bool:
+    """Return True if a call attends to its own tokens and, concatenated with them, to keys of earlier self-attention
+    calls in the same run of the model. The earlier keys must come from the same projection weights as the call's own
+    keys. Recurrent models attend to one block of tokens after the other in this way.
+    """
+    if key is None:
+        return False
+    q, k = lineage.content(query), lineage.content(key)
+    if (key.maps, k) in lineage.self_attention_keys:
+        return (key.maps, k) in lineage.recurrent_keys
+    added, earlier = k & ~q, 0
+    for maps, content in lineage.self_attention_keys:
+        earlier |= content if maps == key.maps else 0
+    is_known = not added & ~(earlier | lineage.concatenations | lineage.selections)
+    return is_known and not q & ~k and bool(added & lineage.concatenations) and bool(added & earlier)
+
+
+def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Origin, Origin | None]:
+    """Return the origins (sources) of the queries and the keys that were multiplied to compute scores with the origin
+    `scores`. If no product is known, return `scores` and None. Scores may be a sum of products, for example of queries
+    with keys and of queries with position embeddings. Then return the factors of the product that has both factors from
+    the same tokens, else of the product with most sources in common with the values.
+    """
+
+    def rank(factors: tuple[Origin, Origin]) -> tuple[bool, int]:
+        left, right = factors
+        common = (lineage.content(left) | lineage.content(right)) & lineage.content(value)
+        return bool(common) and _is_cross(left, right, value, lineage) is False, common.bit_count()
+
+    if len(scores.factors) < 2:
+        return scores.factors[0] if scores.factors else (scores, None)
+    return max(scores.factors, key=rank)
+
+
+def may_be_cached(origins: CallOrigins, lineage: Lineage) -> bool:
+    """Return True if some keys of a call may come from a cache. That is possible if the keys depend on all sources of
+    the queries, and on no other sources except tensors from outside of the model call.
+    """
+    if origins.k is None:
+        return False
+    q, k = lineage.content(origins.q), lineage.content(origins.k)
+    return not q & ~k and not k & ~q & ~lineage.outside
+
+
+def _is_cross(query: Origin, key: Origin, value: Origin, lineage: Lineage) -> bool | None:
+    """Return True for cross-attention, False for self-attention, None if unknown, from the origins (sources) of the
+    queries, keys and values of a call. Unlike `is_cross_attention`, record nothing in `lineage`.
+    """
+    q, k, v = (lineage.content(origin) for origin in (query, key, value))
+    if not q or not k:
+        return None
+    if not q & k:  # tensors that neither the model received nor a known function computed may have one source
+        is_learned = not q & ~lineage.state
+        return True if query.projected or is_learned or not (q | k) & ~lineage.given else None
+    is_shared = bool(key.maps) and (key.maps, k) in lineage.self_attention_keys
+    is_shared = is_shared or attends_to_earlier_calls(query, key, lineage)
+    mixed = (q ^ k) & lineage.mixing & ~lineage.outside
+    if not is_shared and mixed:
+        return None if (query.sources ^ key.sources) & lineage.placed or not mixed & ~lineage.weighted else True
+    if q != k and not is_shared and v & ~(q & k):
+        return True if q & ~k and k & ~q else None
+    return False

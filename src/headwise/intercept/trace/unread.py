@@ -1,4 +1,4 @@
-"""Computations that may be attention, but are not followed: their modules are named in warnings."""
+"""Computations that may be attention, but are not followed, and reasons for which attention is left out."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.intercept.contractions import (
+from headwise.intercept.trace.functions import (
     ADDED_PRODUCTS,
     CONVOLUTIONS,
     PRODUCTS,
     Contraction,
+    FunctionCall,
     Label,
     contraction_of,
     is_parameter,
 )
-from headwise.intercept.function_call import FunctionCall
-from headwise.intercept.module_call import ModuleCall, report_unreadable
-from headwise.intercept.refusals import NORMALISED, NOT_FOLLOWED, NOT_NORMALISED
-from headwise.intercept.score_products import compares_activations, compares_two
-from headwise.intercept.session import current_session
-from headwise.intercept.softmax_weights import weights_of
+from headwise.intercept.trace.modules import RunningModule
+from headwise.intercept.trace.refusals import NORMALISED, NOT_FOLLOWED, NOT_NORMALISED
+from headwise.intercept.trace.scores import compares_activations, compares_two
+from headwise.intercept.trace.state import current_trace
+from headwise.intercept.trace.weights import weights_of
 from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 
 _CONVERSIONS: frozenset[Any] = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy})
@@ -47,7 +47,7 @@ def report_averages(call: FunctionCall) -> None:
     for operand, other in (contraction.operands, contraction.operands[::-1]):
         reason = _why_unread(contraction, operand, other)
         if reason is not None:
-            report_unreadable(current_session().module_calls, reason)
+            current_trace().report_unreadable(current_trace().module_calls, reason)
             return
 
 
@@ -94,16 +94,16 @@ def report_new_tensors(call: FunctionCall, result: Any) -> None:
         owner.projected.append(result.numel())
 
 
-def report_new(owner: ModuleCall, tensors: list[Any]) -> None:
+def report_new(owner: RunningModule, tensors: list[Any]) -> None:
     """Record in the module call `owner` that one of `tensors` may be the output of attention by functions that are not
     followed, if it may be. The module is reported at the end of the call, unless attention is found in it.
     """
     projected = owner.projected
-    session = current_session()
-    if all(map(session.lineage.is_known, tensors)) or has_no_numbers() or session.is_recomputing:
+    trace = current_trace()
+    if all(map(trace.lineage.is_known, tensors)) or has_no_numbers() or trace.is_recomputing:
         return
     for tensor in tensors:
-        if not isinstance(tensor, Tensor) or not session.lineage.is_new(tensor, session.module_calls):
+        if not isinstance(tensor, Tensor) or not trace.lineage.is_new(tensor, trace.module_calls):
             continue
         size = tensor.numel() if tensor.is_floating_point() and tensor.ndim > 1 else -1
         are_three = size in projected and (len(projected) >= 3 or 2 * size in projected)
@@ -111,27 +111,27 @@ def report_new(owner: ModuleCall, tensors: list[Any]) -> None:
             owner.unfollowed.append(NOT_FOLLOWED)
 
 
-def _owner() -> ModuleCall:
+def _owner() -> RunningModule:
     """Return the innermost running call of a module that contains other modules; it computes with their projections."""
-    session = current_session()
-    for call in reversed(session.module_calls):
+    trace = current_trace()
+    for call in reversed(trace.module_calls):
         if call.module._modules:
             return call
-    return session.module_calls[-1]
+    return trace.module_calls[-1]
 
 
 def _is_computed(tensor: Tensor) -> bool:
     """Return True if a tensor depends on others than parameters, buffers and constants."""
-    session = current_session()
-    return bool(session.lineage.origin(tensor, session.module_calls).sources & ~session.lineage.state)
+    trace = current_trace()
+    return bool(trace.lineage.origin(tensor, trace.module_calls).sources & ~trace.lineage.state)
 
 
 def is_projected(tensor: Tensor) -> bool:
     """Return True if a tensor was computed from activations by a linear map or a product of activations. This is False
     for inputs, parameters and masks, and for what follows from positions.
     """
-    session = current_session()
-    origin = session.lineage.origin(tensor, session.module_calls)
+    trace = current_trace()
+    origin = trace.lineage.origin(tensor, trace.module_calls)
     return _is_computed(tensor) and bool(origin.maps or origin.factors)
 
 
@@ -147,7 +147,7 @@ def _are_tokens(contraction: Contraction, operand: Tensor, label: Label | None) 
     """Return True if an axis of a factor has another token in each element, False if all of its elements are features
     of one token, and None if this is unknown.
     """
-    numbered = current_session().lineage.tokens.along(contraction, operand, label)
+    numbered = current_trace().lineage.tokens.along(contraction, operand, label)
     if numbered is None:
         return None
     numbers = numbered.numbers

@@ -1,0 +1,1 @@
+"""Facts about attention that follow from the functions which a model calls."""

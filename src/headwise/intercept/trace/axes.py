@@ -1,0 +1,382 @@
+"""Axes of a tensor that a model reshapes, as parts of the axes of an earlier tensor, and where the heads are in them.
+
+The tensor is not read. A function that returns a view is applied to an empty tensor of the same shape, and the strides
+of the result show how it rearranged the axes. The input of the output projection has the features of all heads side by
+side. So the axes that a model merges with the features of an attention output are the heads; all other axes, such as
+sequences, windows or queries, are not.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.intercept.trace.functions import FunctionCall
+from headwise.shapes import Float
+
+OTHER = -1
+"""Number in place of an axis, for elements that are not one-to-one those of an axis of the original tensor."""
+
+_VIEW_NAMES = (
+    *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "unsqueeze", "squeeze"),
+    *("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint", "expand", "expand_as"),
+    *("broadcast_to", "narrow", "select", "unbind", "chunk", "split", "tensor_split", "unfold", "__getitem__"),
+)
+
+VIEWS: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(owner, name) for owner in (torch, Tensor) for name in _VIEW_NAMES if hasattr(owner, name)]
+    + [getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")]
+)
+"""Functions that only rearrange or select the elements of a tensor."""
+
+
+_MOVING_NAMES = ("flip", "fliplr", "flipud", "rot90", "roll", "index_select", "gather", "take_along_dim")
+
+MOVES: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(owner, name) for owner in (torch, Tensor) for name in _MOVING_NAMES if hasattr(owner, name)]
+    + [torch.channel_shuffle, F.channel_shuffle]
+)
+"""Functions that move elements of a tensor along an axis, in an order that may depend on another argument."""
+
+
+class Factor(NamedTuple):
+    """Part of one axis of an original tensor, such as one of the axes into which a reshape splits it. An element with
+    index `i` along the original axis has index `(i // stride) % size` along this part.
+
+    Attributes:
+        axis: number of the axis in the original tensor; `OTHER` if the elements are not those of one axis.
+        stride: distance of neighbours along the axis.
+        size: number of elements; at least 2.
+    """
+
+    axis: int
+    stride: int
+    size: int
+
+
+class OutputAxes(NamedTuple):
+    """Roles of the axes of an attention output as the model computes it: which axis has the features of a head's
+    output, and which axes have the queries.
+
+    Attributes:
+        value: index of the axis of features, those of the value vectors.
+        queries: indices of the axes of queries; heads may be merged with them.
+    """
+
+    value: int
+    queries: tuple[int, ...]
+
+
+Axes = tuple[tuple[Factor, ...], ...]
+"""Factors of each axis of a tensor, those that change slowest first; an axis of size 1 has none."""
+
+
+def axes_of(shape: torch.Size) -> Axes:
+    """Return the axes of a tensor of this shape that was not reshaped. Each axis consists of one factor (part of an
+    axis), the axis itself.
+    """
+    return tuple((Factor(axis, 1, size),) if size > 1 else () for axis, size in enumerate(shape))
+
+
+def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
+    """Return the tensors in the `result` of a function call that contain elements of its argument `before`, each with
+    its axes. `axes` describes the axes of `before` by those of an earlier tensor, from which it was made, such as an
+    attention output. The axes of each result are described by those of the same earlier tensor. The list leaves out
+    empty tensors, and those with unknown axes.
+
+    Args:
+        call: the call.
+        axes: axes of `before`.
+        before: tensor that the function was called with.
+        result: what the function returned.
+    """
+    if not before.numel():
+        return []
+    results = result if isinstance(result, list | tuple) else [result]
+    if call.function in VIEWS and not _selects_by_tensor(call):
+        all_axes = [axes_of_view(axes, view) if view.numel() else None for view in _empty_views(call, before)]
+    else:
+        tensors = [each if isinstance(each, Tensor) and each.numel() else None for each in results]
+        all_axes = [None if each is None else _aligned(axes, before, each) for each in tensors]
+    return [(tensor, known) for tensor, known in zip(results, all_axes, strict=True) if known is not None]
+
+
+def has_unknown_axes(call: FunctionCall, axes: Axes, before: Tensor) -> bool:
+    """Return True if the axes after a call of a view function, such as `reshape`, are unknown: they cannot be written
+    as products of parts of the `axes` of its argument `before`.
+    """
+    if not before.numel():
+        return False
+    views = () if _selects_by_tensor(call) else _empty_views(call, before)
+    return not views or any(view.numel() and axes_of_view(axes, view) is None for view in views)
+
+
+def _empty_views(call: FunctionCall, before: Tensor) -> list[Tensor]:
+    """Repeat the call of a view function on a tensor without data (on the meta device) with the shape of the argument
+    `before`. Return the resulting views, whose shapes and strides show how the function rearranges axes.
+    """
+    views = call.as_function_of(before)(torch.empty(before.shape, device="meta"))
+    return list(views) if isinstance(views, list | tuple) else [views]
+
+
+def moves_elements(call: FunctionCall) -> bool:
+    """Return True if a function call may move elements of a tensor along an axis, as `flip` or an index with a tensor
+    does.
+    """
+    return call.function in MOVES or (call.function is Tensor.__getitem__ and _selects_by_tensor(call))
+
+
+def _selects_by_tensor(call: FunctionCall) -> bool:
+    """Return True if a call indexes a tensor by other tensors or by lists, so that its result is a copy, not a view."""
+    indices = call.args[1] if call.function is Tensor.__getitem__ else ()
+    return any(isinstance(each, Tensor | list) for each in (indices if isinstance(indices, tuple) else (indices,)))
+
+
+def _aligned(axes: Axes, before: Tensor, after: Tensor) -> Axes | None:
+    """Return the axes of `after`, a tensor computed from `before`, whose axes are `axes`. The axes of both are paired
+    from the last one. An axis of unchanged size stays the same; any other is marked as new. Return None if `after` has
+    fewer axes than `before`.
+    """
+    if after.ndim < before.ndim:
+        return None
+    missing = after.ndim - before.ndim
+    return tuple(
+        axes[axis - missing] if axis >= missing and before.shape[axis - missing] == size else other_axis(size)
+        for axis, size in enumerate(after.shape)
+    )
+
+
+def axes_of_view(axes: Axes, view: Tensor) -> Axes | None:
+    """Return the axes of `view`, a view of a contiguous tensor with these `axes`, each as a product of factors (such as
+    batch and heads). Return None if some axis is not such a product, for example one that contains every second
+    element.
+    """
+    places: list[tuple[int, Factor]] = []  # distance in memory between neighbours of each factor, fastest first
+    place = 1
+    for factor in reversed([factor for axis in axes for factor in axis]):
+        places.append((place, factor))
+        place *= factor.size
+    result = [_factors_between(places, size, stride) for size, stride in zip(view.shape, view.stride(), strict=True)]
+    return None if None in result else tuple(factors for factors in result if factors is not None)
+
+
+def _factors_between(places: list[tuple[int, Factor]], size: int, stride: int) -> tuple[Factor, ...] | None:
+    """Return the factors (parts of axes of a contiguous tensor) that make up one axis of a view of this tensor. Return
+    None if no factors describe the axis, for example if it contains every second element.
+
+    Args:
+        places: each factor of the tensor after the distance of its neighbours in memory, fastest first.
+        size: elements of the axis.
+        stride: distance of its neighbours in memory.
+    """
+    if size == 1 or not stride:  # an axis of stride 0 was expanded
+        return other_axis(size)
+    factors: list[Factor] = []
+    for place, factor in places:
+        skipped = max(1, stride // place)
+        if size == 1 or skipped >= factor.size:
+            continue
+        if factor.size % skipped or (stride > place and stride % place):
+            return None
+        available = factor.size // skipped
+        taken = min(available, size)
+        if size % taken:
+            return None
+        factors.append(Factor(factor.axis, factor.stride * skipped, taken))
+        size //= taken
+        stride = place * factor.size
+    return None if size > 1 else tuple(reversed(factors))
+
+
+def other_axis(size: int) -> tuple[Factor, ...]:
+    """Return the factors (parts) of an axis of this size that corresponds to no axis of the original tensor, the one
+    whose axes are followed, such as an attention output.
+    """
+    return (Factor(OTHER, 1, size),) if size > 1 else ()
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Layout of an attention output as a model computes it: which axes of the tensor, or parts of axes, are the heads,
+    the queries, and the features of a head's output. All other axes are batch axes, such as sequences or windows.
+
+    Attributes:
+        shape: shape of the attention output.
+        value_axis: axis of the features of a head's output, which are the features of the value vectors.
+        query_axes: axes of the queries; they may also contain heads.
+        heads: axes, or parts of axes, along which the heads are numbered, the one that changes slowest first.
+    """
+
+    shape: tuple[int, ...]
+    value_axis: int
+    query_axes: tuple[int, ...]
+    heads: tuple[Factor, ...]
+
+    @property
+    def head_count(self) -> int:
+        """Number of heads."""
+        return prod(factor.size for factor in self.heads)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Size of the batch (the product of all batch axes), number of heads and number of queries, in this order."""
+        sizes, _, (batch, heads, queries) = self._split(1)
+        by_role = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
+        return by_role[0], by_role[1], by_role[2]
+
+    @property
+    def is_usual(self) -> bool:
+        """True if the axes of the tensor are `(batch, heads, queries, value_dim)` in this order."""
+        heads = (Factor(1, 1, self.shape[1]),) if self.shape[1] > 1 else ()
+        return len(self.shape) == 4 and (self.value_axis, self.query_axes, self.heads) == (3, (2,), heads)
+
+    def by_head(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that has this layout with its axes rearranged to `(batch, heads, queries, value_dim)`. The
+        last axis may have another size and meaning than the features of a head's output: for attention weights, it is
+        the keys.
+        """
+        sizes, order, (batch, heads, queries) = self._split(tensor.shape[self.value_axis])
+        shape = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
+        return tensor.reshape(sizes).permute(order).reshape(*shape, tensor.shape[self.value_axis])
+
+    def from_heads(self, tensor: Float[Tensor, "batch heads queries width"]) -> Tensor:
+        """Return a tensor `(batch, heads, queries, width)` with its axes rearranged to this layout, the one of the
+        model. This is the inverse of `by_head`.
+        """
+        sizes, order, _ = self._split(tensor.shape[-1])
+        inverse = [order.index(axis) for axis in range(len(order))]
+        shape = list(self.shape)
+        shape[self.value_axis] = tensor.shape[-1]
+        return tensor.reshape([sizes[axis] for axis in order]).permute(inverse).reshape(shape)
+
+    def _split(self, width: int) -> tuple[list[int], list[int], tuple[list[int], list[int], list[int]]]:
+        """Split each axis that contains heads together with other elements, so that heads have axes of their own.
+        Return the sizes of the resulting axes, their order by role (batch, heads, queries, features), and lists of the
+        axes of the batch, of the heads and of the queries. `width` is the size of the feature axis.
+        """
+        sizes: list[int] = []
+        batch: list[int] = []
+        queries: list[int] = []
+        head_axes: dict[Factor, int] = {}
+        for axis, size in enumerate(self.shape):
+            others = queries if axis in self.query_axes else batch
+            remaining = size
+            for factor in sorted((head for head in self.heads if head.axis == axis), key=lambda each: -each.stride):
+                others.append(len(sizes))
+                sizes.append(remaining // (factor.size * factor.stride))
+                head_axes[factor] = len(sizes)
+                sizes.append(factor.size)
+                remaining = factor.stride
+            if axis == self.value_axis:
+                value_axis = len(sizes)
+                sizes.append(width)
+            else:
+                others.append(len(sizes))
+                sizes.append(remaining)
+        heads = [head_axes[factor] for factor in self.heads]
+        return sizes, [*batch, *heads, *queries, value_axis], (batch, heads, queries)
+
+
+def merged_layout(
+    axes: Axes, features: Collection[int], shape: torch.Size, value_axis: int, query_axes: tuple[int, ...]
+) -> HeadLayout | None:
+    """Return which axes of an attention output are the heads. They follow from a tensor that the output was reshaped
+    to: its axes `features` contain the features of a head's output, and usually the heads. Return None if these axes do
+    not contain all features of whole heads.
+
+    Args:
+        axes: axes of the tensor that the output has become.
+        features: those of its axes that are features.
+        shape: shape of the attention output.
+        value_axis: axis of the features of a head's output, in the attention output.
+        query_axes: axes of the queries, in the attention output.
+    """
+    factors = list(chain.from_iterable(axes[axis] for axis in features))
+    everything = list(chain.from_iterable(axes))
+    heads = tuple(factor for factor in factors if factor.axis != value_axis)
+
+    def size_along(axis: int, counted: Iterable[Factor]) -> int:
+        return prod(factor.size for factor in counted if factor.axis == axis)
+
+    if size_along(value_axis, factors) != shape[value_axis]:
+        return None
+    if any(head.axis == OTHER or size_along(head.axis, everything) != shape[head.axis] for head in heads):
+        return None
+    remaining = tuple(axis for axis in query_axes if shape[axis] <= 1 or size_along(axis, heads) < shape[axis])
+    if not remaining:  # attention between heads or channels
+        return None
+    if any(head.axis in remaining for head in heads) and _are_mixed(axes, features, remaining):
+        return None
+    return HeadLayout(tuple(shape), value_axis, remaining, heads)
+
+
+def _are_mixed(axes: Axes, features: Collection[int], query_axes: tuple[int, ...]) -> bool:
+    """Return True if some axis of a tensor, other than the axes `features`, contains queries together with something
+    else. The latter may be heads that the model did not merge with the features.
+    """
+    origins = [{factor.axis for factor in axes[axis]} for axis in range(len(axes)) if axis not in features]
+    return any(origin.intersection(query_axes) and len(origin) > 1 for origin in origins)
+
+
+def merged_axis(axes: Axes, value_axis: int) -> int | None:
+    """Return the axis of a tensor that contains the features of a head's output, merged with another axis of the
+    attention output, such as the heads. Return None if there is none. `value_axis` is the axis of the features in the
+    attention output.
+    """
+    for axis, factors in enumerate(axes):
+        if {factor.axis for factor in factors} > {value_axis}:
+            return axis
+    return None
+
+
+Value = TypeVar("Value")
+
+
+class TensorMap(Generic[Value]):
+    """Mapping with tensors as keys, compared by identity. It keeps no key in memory: an entry disappears when its
+    tensor no longer exists. A value must therefore not refer to its own key.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def get(self, tensor: Tensor) -> Value | None:
+        """Return the value stored for a tensor; None if there is none."""
+        entry = self._entries.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def items(self) -> list[tuple[Tensor, Value]]:
+        """Return all tensors with their values."""
+        pairs = [(reference(), value) for reference, value in self._entries.values()]
+        return [(tensor, value) for tensor, value in pairs if tensor is not None]
+
+    def set(self, tensor: Tensor, value: Value) -> None:
+        """Store the value of a tensor, in place of an earlier one."""
+        self._entries[id(tensor)] = weakref.ref(tensor, partial(_discard, self._entries, id(tensor))), value
+
+    def discard(self, tensor: Tensor) -> None:
+        """Remove the value stored for a tensor, if there is one."""
+        self._entries.pop(id(tensor), None)
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        self._entries.clear()
+
+
+def _discard(entries: dict[int, tuple[weakref.ref[Tensor], Any]], key: int, reference: weakref.ref[Tensor]) -> None:
+    """Remove the entry of a tensor that no longer exists. Do nothing if a new tensor with the same id has an entry in
+    its place.
+    """
+    entry = entries.get(key)
+    if entry is not None and entry[0] is reference:
+        del entries[key]

@@ -1,0 +1,389 @@
+"""Functions of torch as a model calls them: their arguments, kinds, products, and what they overwrite."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.intercept.undropped import DROPOUT_NAMES
+
+_QUERY_NAMES = (
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "storage_offset",
+    "is_contiguous",
+    "__len__",
+)
+_OTHER_QUERY_NAMES = ("is_floating_point", "is_complex", "element_size", "get_device", "data_ptr", "__hash__")
+
+VIEWING_GETTERS: frozenset[Callable[..., Any]] = frozenset(
+    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
+)
+"""Properties of a tensor that are tensors with its elements."""
+
+_GETTERS = [getattr(Tensor, name).__get__ for name in dir(Tensor) if inspect.isdatadescriptor(getattr(Tensor, name))]
+
+QUERIES: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(Tensor, name) for name in (*_QUERY_NAMES, *_OTHER_QUERY_NAMES)]
+    + [getter for getter in _GETTERS if getter not in VIEWING_GETTERS]
+)
+"""Methods and properties of a tensor, such as its shape, that contain no elements of it."""
+
+
+_READING_NAMES = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero")
+
+READINGS: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(Tensor, name) for name in (*_READING_NAMES, "equal", "allclose")]
+    + [torch.equal, torch.allclose, torch.is_nonzero]
+)
+"""Functions that return numbers of a tensor to Python, where a model may decide by them what to compute."""
+
+
+@dataclass(slots=True, eq=False)
+class FunctionCall:
+    """One call of a torch function: the function and its arguments. The call can be repeated with other tensors.
+
+    Attributes:
+        function: the function.
+        args: arguments by position.
+        kwargs: arguments by name.
+        tensors: the tensors that the function reads: those among the arguments, also in lists, tuples and dicts, by
+            position first. The tensor `out` is only written to.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        read = self.kwargs
+        if "out" in read:
+            read = {name: value for name, value in read.items() if name != "out"}
+        self.tensors = tensors_among((*self.args, *read.values()))
+
+    def replaced(self, before: Any, after: Any) -> "FunctionCall":
+        """Return the same call with the object `after` in place of the argument `before`, also inside lists, tuples and
+        dicts.
+        """
+        args: list[Any] = _replaced(self.args, before, after)
+        return FunctionCall(self.function, tuple(args), _replaced(self.kwargs, before, after))
+
+    def run(self) -> Any:
+        """Call the function and return its result."""
+        return self.function(*self.args, **self.kwargs)
+
+    def as_function_of(self, tensor: Tensor) -> Callable[[Tensor], Any]:
+        """Return a function that repeats this call with a new tensor in place of its argument `tensor`. The returned
+        function does not keep `tensor` in memory.
+        """
+        placeholder = object()
+        template = self.replaced(tensor, placeholder)
+        return lambda other: template.replaced(placeholder, other).run()
+
+
+def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
+    """Return all tensors in `arguments`, also those inside nested lists, tuples and dicts."""
+    tensors: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, _CONTAINERS) and not isinstance(argument, torch.Size):
+            tensors += tensors_among(argument.values() if isinstance(argument, dict) else argument)
+    return tensors
+
+
+_CONTAINERS = (tuple, list, dict)
+
+
+def _replaced(argument: Any, before: Any, after: Any) -> Any:
+    """Return `argument` with the object `after` in place of the object `before`, also inside nested lists, tuples and
+    dicts. Where something is replaced, tuples become lists.
+    """
+    if isinstance(argument, list | tuple):
+        elements = [_replaced(element, before, after) for element in argument]
+        is_unchanged = all(new is old for new, old in zip(elements, argument, strict=True))
+        return argument if is_unchanged else elements
+    if isinstance(argument, dict):
+        return {name: _replaced(element, before, after) for name, element in argument.items()}
+    return after if argument is before else argument
+
+
+_OPERATORS = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
+"""Names of the methods for operators such as `+=`."""
+
+_WITHOUT_WRITING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
+"""Names of methods that end like those that overwrite a tensor, but change no element."""
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return torch's count of the in-place changes of a tensor. Return None for tensors made in inference mode, which
+    have no count.
+    """
+    return None if tensor.is_inference() else tensor._version
+
+
+class TensorVersions:
+    """Version counters of some tensors, stored when this object is created. Torch increments a tensor's counter at each
+    in-place change, except in inference mode.
+
+    Args:
+        tensors: the tensors.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+    def have_changed(self) -> bool:
+        """Return True if one of the tensors was changed in place since this object was created."""
+        return any(tensor._version != version for tensor, version in self._versions)
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are views of the same memory, or the same tensor."""
+    if one is other or not type(one) is type(other) is Tensor or one.is_nested or one.is_sparse:
+        return one is other
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def overwritten_tensors(call: FunctionCall) -> list[Tensor]:
+    """Return the tensors that a function call overwrites in place, such as the argument of `add_`, the tensor `out`, or
+    the list of a function such as `_foreach_mul_`.
+    """
+    name = getattr(call.function, "__name__", "")
+    if "out" in call.kwargs:
+        return tensors_among((call.kwargs["out"],))
+    if name.startswith("_foreach_"):
+        return tensors_among(call.args[:1]) if name.endswith("_") else []
+    if name in DROPOUT_NAMES and not call.kwargs.get("training", True):
+        return []
+    is_method = name.endswith("_") and not name.startswith("_") and name not in _WITHOUT_WRITING
+    if is_method or name in _OPERATORS or name == "__setitem__" or call.kwargs.get("inplace"):
+        return call.tensors[:1]
+    return []
+
+
+def overwritten_tensor(call: FunctionCall) -> Tensor | None:
+    """Return the first tensor that a function call overwrites in place; None if it overwrites none."""
+    return next(iter(overwritten_tensors(call)), None)
+
+
+BMM = torch.bmm
+"""Torch's own function, also while another one replaces it."""
+
+MATMULS: frozenset[Callable[..., Any]] = frozenset(
+    {torch.matmul, Tensor.matmul, Tensor.__matmul__, BMM, Tensor.bmm, torch.mm, Tensor.mm, torch.linalg.matmul}
+)
+ADDED_PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
+    {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm, Tensor.baddbmm_, Tensor.addmm_}
+)
+CONVOLUTIONS: frozenset[Callable[..., Any]] = frozenset(
+    {F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
+)
+
+
+def multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """Return the sum of the product of two tensors over the axes `dims`, as models write it by `*` and `sum`."""
+    return (left * right).sum(tuple(dims), keepdim=keepdim)
+
+
+PRODUCTS = MATMULS | ADDED_PRODUCTS | CONVOLUTIONS | {Tensor.__rmatmul__, F.linear, torch.einsum, multiplied_and_summed}
+"""Functions that sum products of two or more tensors over an axis."""
+
+Label = str | int
+"""Name of an axis in a product; the same in all tensors that share the axis."""
+
+
+class Contraction(NamedTuple):
+    """Product of tensors, as in Einstein notation: the products are summed over all axes that the result does not have.
+
+    Attributes:
+        operands: the multiplied tensors.
+        labels: labels of the axes of each operand; None for an axis of size 1 that is broadcast.
+        result: labels of the axes of the result.
+    """
+
+    operands: tuple[Tensor, ...]
+    labels: tuple[tuple[Label | None, ...], ...]
+    result: tuple[Label, ...]
+
+    def labels_of(self, tensor: Tensor) -> tuple[Label | None, ...]:
+        """Return the labels (names as in Einstein notation) of the axes of `tensor`, one of the multiplied tensors."""
+        return next(labels for operand, labels in zip(self.operands, self.labels, strict=True) if operand is tensor)
+
+    def multiplies(self, tensor: Tensor) -> bool:
+        """Return True if `tensor` is one of the multiplied tensors."""
+        return any(operand is tensor for operand in self.operands)
+
+    @property
+    def summed(self) -> set[Label | None]:
+        """Labels (names as in Einstein notation) of the axes over which the products are summed."""
+        return {label for labels in self.labels for label in labels} - set(self.result) - {None}
+
+    @property
+    def shared_by_all(self) -> set[Label]:
+        """Labels (names as in Einstein notation) of the axes that the result and all multiplied tensors have."""
+        return {label for label in self.result if all(label in labels for labels in self.labels)}
+
+
+def contraction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Contraction | None:
+    """Return the product of tensors that a call of `function` computes, with a label for every axis as in Einstein
+    notation. Return None if the function computes no such product, or if its arguments cannot be interpreted.
+    """
+    if function is torch.einsum:
+        return _einsum(*args)
+    if function is multiplied_and_summed:
+        return _multiplied_and_summed(*args)
+    operands = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    if function is F.linear and len(operands) > 1:
+        x, weight = operands[:2]
+        rows: tuple[Label, ...] = tuple(range(x.ndim - 1))
+        return Contraction((x, weight), ((*rows, "in"), ("out", "in")[-weight.ndim :]), (*rows, "out"))
+    if function in CONVOLUTIONS and len(operands) > 1:
+        x, weight = operands[:2]
+        batch: tuple[Label, ...] = ("batch",)[: x.ndim - weight.ndim + 1]
+        space: tuple[Label, ...] = tuple(range(weight.ndim - 2))
+        kernel = tuple(f"kernel {axis}" for axis in space)
+        return Contraction((x, weight), ((*batch, "in", *space), ("out", "in", *kernel)), (*batch, "out", *space))
+    if function in ADDED_PRODUCTS:
+        operands = operands[1:]
+    elif function is Tensor.__rmatmul__:
+        operands.reverse()
+    elif function not in MATMULS:
+        return None
+    return _matmul(*operands[:2]) if len(operands) > 1 else None
+
+
+def adds_to_product(call: FunctionCall) -> bool:
+    """Return True if a call of one of the functions in `PRODUCTS` adds another tensor to the product, such as a bias,
+    or multiplies it by a factor.
+    """
+    function, kwargs = call.function, call.kwargs
+    if function in ADDED_PRODUCTS:
+        added = call.tensors[0]
+        is_written = "out" in kwargs or function.__name__.endswith("_") or added.is_meta
+        adds = kwargs.get("beta", 1) != 0 and (is_written or bool((added != 0).any()))
+        return adds or kwargs.get("alpha", 1) != 1
+    return (function is F.linear or function in CONVOLUTIONS) and len(call.tensors) > 2
+
+
+def _matmul(left: Tensor, right: Tensor) -> Contraction | None:
+    """Return the product that `torch.matmul` computes of two matrices, batches of matrices, or vectors, with labelled
+    axes.
+    """
+    rank = max(left.ndim, right.ndim) - 2
+
+    def batch(tensor: Tensor) -> tuple[Label | None, ...]:
+        sizes = tensor.shape[:-2]
+        return tuple(rank - len(sizes) + axis if size > 1 else None for axis, size in enumerate(sizes))
+
+    if not left.ndim or not right.ndim:
+        return None
+    rows: tuple[Label, ...] = ("left",) if left.ndim > 1 else ()
+    columns: tuple[Label, ...] = ("right",) if right.ndim > 1 else ()
+    labels = (*batch(left), *rows, "summed"), (*batch(right), "summed", *columns)
+    return Contraction((left, right), labels, (*range(rank), *rows, *columns))
+
+
+def _multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], keepdim: bool) -> Contraction:
+    """Return the product that `multiplied_and_summed` computes, with labelled axes. Axes that are expanded have no
+    label, like those of size 1.
+    """
+    rank = max(left.ndim, right.ndim)
+    summed = {dim % rank for dim in dims}
+
+    def labels(tensor: Tensor) -> tuple[Label | None, ...]:
+        first = rank - tensor.ndim
+        axes = zip(tensor.shape, tensor.stride(), strict=True)
+        return tuple(first + axis if size > 1 and stride else None for axis, (size, stride) in enumerate(axes))
+
+    result: list[Label] = [f"kept {axis}" if axis in summed else axis for axis in range(rank)]
+    return Contraction(
+        (left, right),
+        (labels(left), labels(right)),
+        tuple(label for axis, label in enumerate(result) if keepdim or axis not in summed),
+    )
+
+
+def _einsum(equation: Any, *arguments: Any) -> Contraction | None:
+    """Return the product that `torch.einsum` computes, with labelled axes. Return None if the equation is not a string,
+    or repeats a letter in one term.
+    """
+    operands = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list | tuple) else arguments
+    if not isinstance(equation, str):
+        return None
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    inputs = terms.split(",")
+    if len(inputs) != len(operands) or any(
+        len(set(term.replace(".", ""))) != len(term.replace(".", "")) for term in inputs
+    ):
+        return None
+    letters = terms.replace(",", "").replace(".", "")
+    dots = "..." if "." in terms else ""
+    result = result if arrow else dots + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    labels = [_expanded(term, operand.ndim, operand.shape) for term, operand in zip(inputs, operands, strict=True)]
+    most = max(operand.ndim - len(term.replace(".", "")) for term, operand in zip(inputs, operands, strict=True))
+    return Contraction(tuple(operands), tuple(labels), _expanded(result, len(result.replace(".", "")) + most))  # type: ignore[arg-type]
+
+
+def _expanded(term: str, ndim: int, shape: Sequence[int] | None = None) -> tuple[Label | None, ...]:
+    """Return the labels of the axes in one term of an einsum equation. A letter is a label. An ellipsis stands for
+    several axes, whose labels are the numbers ..., -2, -1. If such an axis has size 1 in `shape`, its label is None,
+    since it is broadcast.
+    """
+    before, dots, after = term.partition("...")
+    count = ndim - len(before) - len(after) if dots else 0
+    numbers: list[Label | None] = [-position for position in range(count, 0, -1)]
+    if shape is not None:
+        numbers = [None if shape[len(before) + i] == 1 else number for i, number in enumerate(numbers)]
+    return (*before, *numbers, *after)
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Return True for a parameter of a module, and for a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+CONCATENATIONS: frozenset[Any] = frozenset({torch.cat, torch.concat, torch.concatenate})
+"""Functions that concatenate tensors."""
+
+REORDERINGS: frozenset[Any] = frozenset({torch.flip, Tensor.flip, torch.roll, Tensor.roll})
+"""Functions that move tokens to other places."""
+
+SELECTIONS: frozenset[Any] = REORDERINGS | {
+    *(Tensor.__getitem__, torch.chunk, Tensor.chunk, torch.split, Tensor.split, torch.tensor_split),
+    *(Tensor.tensor_split, torch.unbind, Tensor.unbind, torch.select, Tensor.select, torch.narrow, Tensor.narrow),
+    *(torch.index_select, Tensor.index_select, torch.gather, Tensor.gather, torch.take_along_dim),
+    *(Tensor.take_along_dim, torch.masked_select, Tensor.masked_select),
+}
+"""Functions that may return some of the tokens of a tensor."""
+
+PLACEMENTS: frozenset[Any] = frozenset(
+    {Tensor.__setitem__}
+    | {
+        getattr(owner, name)
+        for owner in (torch, Tensor)
+        for operation in ("index_copy", "index_add", "index_put", "scatter", "scatter_add")
+        for name in (operation, f"{operation}_")
+        if hasattr(owner, name)
+    }
+)
+"""Functions that write tokens to places in another tensor, perhaps by an index."""
+
+CONSTANTS: frozenset[Any] = frozenset(
+    {
+        *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.rand_like, torch.randn_like),
+        *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
+    }
+)
+"""Functions whose result does not depend on the numbers in a tensor that is passed to them."""

@@ -1,0 +1,603 @@
+"""Tokens of the queries, keys and values of attention, and their ids.
+
+The tokens in the result of a linear map, such as the projection of the queries, are numbered from 1 in their order.
+Every function that selects or reorders elements of the result is repeated with these numbers. They show if a model
+attends to keys in another order than its queries, and which calls attend with parts of the same queries. Token ids are
+those that the model looks up in its tables of embeddings.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.intercept.trace.axes import VIEWS, TensorMap
+from headwise.intercept.trace.functions import (
+    ADDED_PRODUCTS,
+    CONCATENATIONS,
+    CONSTANTS,
+    CONVOLUTIONS,
+    PLACEMENTS,
+    PRODUCTS,
+    SELECTIONS,
+    Contraction,
+    FunctionCall,
+    Label,
+    is_parameter,
+    tensors_among,
+)
+from headwise.intercept.trace.modules import RunningModule, named_arguments
+from headwise.shapes import Int
+
+
+class LinearMapCall:
+    """One call of a linear map, such as the query projection. The tokens in its result are numbered from 1, so that
+    they can be recognised after later functions reorder or select them.
+
+    Attributes:
+        shape: axes of the tokens, such as `(batch, length)`.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+
+class NumberedTokens(NamedTuple):
+    """For each element of one tensor, the number of the token that it belongs to. Tokens are numbered in the result of
+    the last linear map from which the tensor was computed.
+
+    Attributes:
+        numbers: number of the token of each element; 0 where it has none, or it is unknown.
+        linear_map: the linear map in whose result the tokens are numbered.
+        depend_on_data: True if the elements were selected or reordered by numbers that may differ in another call of
+            the model, such as an index that sorts.
+    """
+
+    numbers: Int[Tensor, "*shape"]
+    linear_map: LinearMapCall
+    depend_on_data: bool = False
+
+    def differ_from(self, others: "NumberedTokens") -> bool:
+        """Return True if, at some index, the elements of this object and of `others` are known to belong to tokens with
+        different numbers. Each object numbers the tokens in the result of a linear map. Return False if these two
+        results have different axes, so that the numbers cannot be compared.
+        """
+        one, other = self.numbers, others.numbers
+        if one is other and self.linear_map.shape == others.linear_map.shape:
+            return False
+        if self.linear_map.shape != others.linear_map.shape or one.shape != other.shape:
+            return False
+        return bool(((one != other) & (one != 0) & (other != 0)).any())
+
+
+class ComparedTokens(NamedTuple):
+    """Token numbers of the queries, keys and values of one attention call, as tensors `(..., length)`. A token number
+    is not a token id: it is the place of a token in the result of a linear map, such as the query projection, counted
+    from 1 over all sequences. Comparing token numbers shows whether query i and key i belong to the same token, and
+    whether the model has reordered the queries after their projection, or divided them among several attention calls.
+
+    Attributes:
+        queries: token numbers of the queries.
+        keys: token numbers of the keys.
+        values: token numbers of the values; None if they are unknown.
+    """
+
+    queries: NumberedTokens
+    keys: NumberedTokens
+    values: NumberedTokens | None = None
+
+    @property
+    def has_reordered_queries(self) -> bool:
+        """True if the queries are known to be in another order than the tokens in the result of the query
+        projection.
+        """
+        numbers = self.queries.numbers
+        return bool(((numbers[..., 1:] < numbers[..., :-1]) & (numbers[..., 1:] > 0)).any())
+
+    @property
+    def differ(self) -> bool:
+        """True if, for some index i, query i and key i, or key i and value i, are known to have different tokens."""
+        return self.queries.differ_from(self.keys) or self._values_differ
+
+    @property
+    def _values_differ(self) -> bool:
+        """True if, for some index i, key i and value i are known to belong to different tokens."""
+        return self.values is not None and self.keys.differ_from(self.values)
+
+    def own_key_of_first_query(self) -> int | None:
+        """Return the index of the key that belongs to the same token as the first query. Return None unless the keys
+        are successive tokens, and the queries are a contiguous part of these tokens in the same order.
+        """
+        queries, keys = self.queries.numbers, self.keys.numbers
+        if self.queries.linear_map.shape != self.keys.linear_map.shape or queries.shape[:-1] != keys.shape[:-1]:
+            return None
+        first = int((queries[..., 0] - keys[..., 0]).flatten()[0])
+        successive = keys[..., :1] + torch.arange(keys.shape[-1], dtype=keys.dtype, device=keys.device)
+        is_known = first >= 0 and bool((keys > 0).all()) and torch.equal(keys, successive)
+        own = keys[..., max(first, 0) : first + queries.shape[-1]]
+        return first if is_known and torch.equal(queries, own) and not self._values_differ else None
+
+    def has_queries_of(self, other: "ComparedTokens") -> bool:
+        """Return True if this attention call and `other` have some queries in common: queries that the same call of the
+        query projection computed for the same tokens.
+        """
+        queries, others = self.queries.numbers, other.queries.numbers
+        if self.queries.linear_map is not other.queries.linear_map:
+            return False
+        return bool(torch.isin(queries[queries > 0], others[others > 0]).any())
+
+    def is_other_part(self, other: "ComparedTokens") -> bool:
+        """Return True if this attention call and `other` compute attention for different parts of the same queries.
+        They have no query in common, but their queries come from the same call of the query projection, and both attend
+        to the same first key.
+        """
+        of_both = ((self.queries, other.queries), (self.keys, other.keys))
+        if any(one.linear_map is not another.linear_map for one, another in of_both):
+            return False
+        first, first_of_other = self.keys.numbers[..., 0], other.keys.numbers[..., 0]
+        if not torch.equal(first, first_of_other) or not bool((first > 0).all()):
+            return False
+        queries = self.queries.numbers
+        return bool((queries > 0).all()) and not bool(
+            torch.isin(queries.flatten(), other.queries.numbers.flatten()).any()
+        )
+
+
+TOKENS_UNKNOWN = (
+    "it is unknown which tokens the queries of these modules stand for, since the model changes or reorders its "
+    "input_ids, so statistics that need token ids are left out"
+)
+"""Reason for modules whose token ids are unknown."""
+
+OF_TOKENS = frozenset({"special", "confidence_content", "duplicate", "induction"})
+"""Statistics that need token ids."""
+
+
+class CallTokens(NamedTuple):
+    """Token ids of one attention call.
+
+    Attributes:
+        ids: ids of the tokens of the queries, or of all tokens so far; None if there are none, or if they are unknown.
+        are_unknown: True if the model reads token ids, but it is unknown which of them the queries stand for.
+        are_moved: True if the tokens have other places than in the arguments of the model.
+    """
+
+    ids: Tensor | None
+    are_unknown: bool = False
+    are_moved: bool = False
+
+
+_REPEATED_NAMES = ("stack", "hstack", "vstack", "repeat", "repeat_interleave", "tile", "rot90", "copy_", "where")
+REPEATED: frozenset[Callable[..., Any]] = (
+    VIEWS
+    | SELECTIONS
+    | PLACEMENTS
+    | CONCATENATIONS
+    | {getattr(owner, name) for owner in (torch, Tensor) for name in _REPEATED_NAMES if hasattr(owner, name)}
+    | {F.pad}
+)
+"""Functions that select or reorder elements, which are repeated with the numbers of the tokens."""
+
+REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.view_as_complex: lambda numbers: numbers[..., 0],
+    torch.view_as_real: lambda numbers: numbers.unsqueeze(-1).expand(*numbers.shape, 2),
+}
+"""Functions that are repeated by another function of the numbers."""
+
+SORTS: frozenset[Callable[..., Any]] = frozenset({torch.sort, Tensor.sort, torch.topk, Tensor.topk})
+"""Functions that return sorted elements, and their indices."""
+
+
+class TokenNumbers:
+    """Record of which token each element of a tensor belongs to, for tensors of a running model. Tokens are numbered in
+    the result of a linear map, such as the query projection. The numbers are followed through later functions until the
+    next linear map.
+    """
+
+    def __init__(self) -> None:
+        self._numbered: TensorMap[NumberedTokens] = TensorMap()
+        self._counts: dict[tuple[Any, ...], Tensor] = {}
+
+    def record(self, call: FunctionCall, result: Any) -> None:
+        """Record the token numbers of the `result` of a function call. The result of a linear map gets new numbers. For
+        any other function, the numbers of its first numbered argument are selected and reordered as the function does
+        with the elements.
+        """
+        if call.function in PRODUCTS:
+            axis = _axis_of_features(call, result)
+            if axis is not None:
+                self._number(result, axis)
+            return
+        known = [tensor for tensor in call.tensors if self._numbered.get(tensor)] if self._numbered else []
+        if not known:
+            return
+        numbered = self._numbered.get(known[0])
+        assert numbered is not None
+        if call.function in REPEATED or call.function in REPLACED or call.function in SORTS:
+            self._repeat(call, result, numbered.linear_map, max(tensor.numel() for tensor in known))
+            return
+        for tensor in tensors_among((result,)):
+            if tensor.shape == known[0].shape:
+                self._numbered.set(tensor, numbered)
+
+    def discard(self, tensor: Tensor) -> None:
+        """Discard the token numbers of a tensor."""
+        self._numbered.discard(tensor)
+
+    def compared(self, query: Tensor, key: Tensor, value: Tensor) -> ComparedTokens | None:
+        """Return the token numbers of queries, keys and values, three tensors `(..., length, features)`, for each
+        sequence and head. If there are fewer key heads than query heads, return the numbers of the first head. Return
+        None if the numbers of queries or keys are unknown.
+        """
+        q, k, v = (self._numbered.get(tensor) for tensor in (query, key, value))
+        if q is None or k is None:
+            return None
+        head = (0,) if query.ndim > 2 and query.shape[-3] != key.shape[-3] else ()
+        place = (..., *head, slice(None), 0)
+        values = None if v is None else v._replace(numbers=v.numbers[place])
+        return ComparedTokens(q._replace(numbers=q.numbers[place]), k._replace(numbers=k.numbers[place]), values)
+
+    def along(self, contraction: Contraction, operand: Tensor, label: Label | None) -> NumberedTokens | None:
+        """Return the token numbers of `operand`, one factor of a product, along the axis with the given label. Axes
+        that all factors share come before this axis; of other axes the first element is used. Return None if the
+        numbers are unknown.
+        """
+        numbered, labels = self._numbered.get(operand), contraction.labels_of(operand)
+        if numbered is None or not numbered.numbers.numel():
+            return None
+        shared = [each for each in contraction.result if each in contraction.shared_by_all and each != label]
+        order = [labels.index(each) for each in (*shared, label)]
+        others = [axis for axis in range(len(labels)) if axis not in order]
+        numbers = numbered.numbers.permute(*others, *order)[(0,) * len(others)]
+        return numbered._replace(numbers=numbers)
+
+    def _number(self, tensor: Tensor, axis: int) -> None:
+        """Number the tokens in the result of a linear map from 1. `axis` is the axis of features; all other axes are
+        tokens.
+        """
+        shape = tuple(size for index, size in enumerate(tensor.shape) if index != axis)
+        key = (*shape, tensor.device)
+        if key not in self._counts:
+            numbers = torch.arange(1, prod(shape) + 1, dtype=torch.int32, device=tensor.device)
+            self._counts[key] = numbers.view(shape)
+        numbers = self._counts[key].unsqueeze(axis).expand(tensor.shape)
+        self._numbered.set(tensor, NumberedTokens(numbers, LinearMapCall(shape)))
+
+    def _repeat(self, call: FunctionCall, result: Any, linear_map: LinearMapCall, largest: int) -> None:
+        """Record the token numbers of the `result` of a function that selects or reorders elements. They stay unknown
+        if an argument without numbers, such as cached keys, has more than `largest` elements.
+        """
+        has_indices = any(not tensor.is_floating_point() and not tensor.is_complex() for tensor in call.tensors)
+        depend_on_data = has_indices or call.function in SORTS or _has_list(call.args[1:])
+        before = (self._numbered.get(tensor) for tensor in call.tensors)
+        depend_on_data |= any(each.depend_on_data for each in before if each is not None)
+
+        def numbers_of(tensor: Tensor) -> Tensor | None:
+            numbered = self._numbered.get(tensor)
+            return None if numbered is None else numbered.numbers
+
+        for tensor, numbers in numbers_after(call, result, numbers_of, largest):
+            if numbers is None:
+                self._numbered.discard(tensor)
+            else:
+                self._numbered.set(tensor, NumberedTokens(numbers, linear_map, depend_on_data))
+
+
+def numbers_after(
+    call: FunctionCall, result: Any, numbers_of: Callable[[Tensor], Tensor | None], largest: float
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the tensors in the `result` of a function that selects or reorders elements, each with the numbers of its
+    elements. To compute them, the call is repeated with numbers in place of elements. They are None if this fails.
+
+    Args:
+        call: the call.
+        result: what the function returned.
+        numbers_of: function that returns the numbers of the elements of a tensor; None if they are unknown.
+        largest: number of elements from which the numbers of the result are unknown if they are those of an argument.
+    """
+    name = call.function.__name__
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
+    results = tensors_among((call.args[0] if is_in_place else result,))
+    try:
+        args, kwargs = (_numbers_among(each, numbers_of, largest) for each in (call.args, call.kwargs))
+        if is_in_place:
+            args = (args[0].clone(), *args[1:])
+            call.function(*args, **kwargs)
+            numbers = [args[0]]
+        elif call.function in SORTS:
+            numbers = [args[0].gather(_axis_of_sort(call), result[1])]
+        else:
+            numbers = _of_equal_parts(args, result) or tensors_among(
+                (REPLACED.get(call.function, call.function)(*args, **kwargs),)
+            )
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        numbers = []
+    return [
+        (tensor, numbers[index] if index < len(numbers) and numbers[index].shape == tensor.shape else None)
+        for index, tensor in enumerate(results)
+    ]
+
+
+def _numbers_among(argument: Any, numbers_of: Callable[[Tensor], Tensor | None], largest: float) -> Any:
+    """Return an argument of a function call with numbers in place of tensor elements. Elements of unknown numbers
+    become 0.
+
+    Raises:
+        ValueError: a tensor without numbers has more elements than `largest`.
+    """
+    if isinstance(argument, dict):
+        return {name: _numbers_among(each, numbers_of, largest) for name, each in argument.items()}
+    if isinstance(argument, list | tuple):
+        return type(argument)([_numbers_among(each, numbers_of, largest) for each in argument])
+    if not isinstance(argument, Tensor) or not (argument.is_floating_point() or argument.is_complex()):
+        return argument
+    numbers = numbers_of(argument)
+    if numbers is not None:
+        return numbers
+    if argument.numel() > largest:
+        raise ValueError
+    return torch.zeros((), dtype=torch.int32, device=argument.device).expand(argument.shape)
+
+
+def _has_list(arguments: Iterable[Any]) -> bool:
+    """Return True if a list of numbers, which may be indices, is among the arguments of a function."""
+    return any(isinstance(each, list) and each and isinstance(each[0], int) for each in arguments)
+
+
+def _axis_of_features(call: FunctionCall, result: Any) -> int | None:
+    """Return the axis of the features in the `result` of a linear map. Return None if the call is another kind of
+    product.
+    """
+    tensors = call.tensors
+    if not isinstance(result, Tensor) or type(result) is not Tensor or result.is_meta or result.is_nested:
+        return None
+    if call.function in CONVOLUTIONS:
+        return result.ndim - tensors[1].ndim + 1
+    if call.function is F.linear:
+        return result.ndim - 1
+    factors = tensors[call.function in ADDED_PRODUCTS :]
+    if call.function is torch.einsum or len(factors) < 2:
+        return None
+    return result.ndim - 1 if factors[1].ndim == 2 and is_parameter(factors[1]) else None
+
+
+def _of_equal_parts(args: tuple[Any, ...], result: Any) -> list[Tensor]:
+    """Return the token numbers of a tensor that concatenates features of the same tokens. The numbers are stored once
+    for all features, not copied. Return an empty list if the call did something else.
+    """
+    parts = args[0]
+    if not isinstance(parts, list | tuple) or any(part.stride(-1) or part.ndim != result.ndim for part in parts):
+        return []
+    first = parts[0][..., :1]
+    is_equal = result.shape[:-1] == first.shape[:-1] and all(torch.equal(first, part[..., :1]) for part in parts)
+    return [first.expand(result.shape)] if is_equal else []
+
+
+def _axis_of_sort(call: FunctionCall) -> int:
+    """Return the axis along which a call of `sort` or `topk` sorts."""
+    position = 2 if call.function in {torch.topk, Tensor.topk} else 1
+    axis = call.args[position] if len(call.args) > position else call.kwargs.get("dim", -1)
+    return int(axis)
+
+
+INTEGERS = frozenset({torch.int64, torch.int32})
+"""Types of token ids."""
+
+_KEEPING_PLACES = (VIEWS - SELECTIONS) | {torch.where, Tensor.where, Tensor.copy_}
+"""Functions that select or rearrange elements, but keep the order of tokens."""
+
+_KEEPING_NAMES = frozenset(
+    {"to", "type", "type_as", "long", "int", "clone", "contiguous", "detach", "masked_fill", "masked_fill_"}
+    | {"index_fill", "index_fill_", "fill_", "masked_scatter", "masked_scatter_"}
+)
+"""Names of functions whose results have the ids of their arguments, or other ids, but no numbers computed from ids."""
+
+
+class _Derived(NamedTuple):
+    """Record of the computation of an integer tensor from others.
+
+    Attributes:
+        roots: tensors from which it was computed, such as an argument of the model.
+        is_moved: True if elements may be at other places.
+        is_computed: True if it may have other numbers than ids, such as hashes of them.
+    """
+
+    roots: tuple[Tensor, ...]
+    is_moved: bool = False
+    is_computed: bool = False
+
+
+class _Lookup(NamedTuple):
+    """One lookup of token ids in a table of embeddings.
+
+    Attributes:
+        ids: the ids.
+        derived: how they were computed from arguments of the model.
+        source: source of the embeddings, a bit that tensors computed from them have.
+        is_argument: True if the tensor of ids is the argument itself, perhaps in another shape.
+    """
+
+    ids: Tensor
+    derived: _Derived
+    source: int
+    is_argument: bool
+
+
+class LookedUpIds:
+    """Record of the token ids that a running model looks up in tables of embeddings."""
+
+    def __init__(self) -> None:
+        self._derived: TensorMap[_Derived] = TensorMap()
+        self._lookups: list[_Lookup] = []
+
+    def record(
+        self,
+        call: FunctionCall,
+        integers: list[Tensor],
+        result: Any,
+        module_calls: Sequence[RunningModule],
+        is_table: Callable[[Tensor], bool],
+        mark: Callable[[Tensor, object], int],
+    ) -> None:
+        """Record a function call that looks up token ids, or computes integers from others.
+
+        Args:
+            call: the call.
+            integers: tensors of integers among its arguments.
+            result: what it returned.
+            module_calls: the running modules.
+            is_table: function that returns True if a tensor depends on parameters and buffers alone.
+            mark: function that adds a named source to a tensor, and returns it as a bit.
+        """
+        if call.function in CONSTANTS or any(tensor.is_meta for tensor in integers):
+            return
+        ids = _looked_up(call, integers, is_table)
+        if ids is not None and isinstance(result, Tensor):
+            if self._are_ids([ids], module_calls):
+                same = [number for number, each in enumerate(self._lookups) if _are_equal(each.ids, ids)]
+                number = same[0] if same else len(self._lookups)
+                source = mark(result, ("ids", number))
+                if not same:
+                    derived = self._of(ids)
+                    is_argument = any(_is_same_memory(ids, root) for root in derived.roots)
+                    self._lookups.append(_Lookup(ids.detach().clone(), derived, source, is_argument))
+            return
+        written = call.args[0] if call.function is Tensor.__setitem__ else result
+        for tensor in written if isinstance(written, list | tuple) else (written,):
+            if isinstance(tensor, Tensor) and tensor.dtype in INTEGERS:
+                self._derived.set(tensor, self._after(call, integers, module_calls))
+
+    @property
+    def are_of_arguments(self) -> bool:
+        """True if all ids that were looked up are arguments of the model, unchanged. Other ids may be equal to those of
+        an argument in one call, and differ in the next.
+        """
+        return all(each.is_argument for each in self._lookups)
+
+    def of_call(
+        self, argument: Tensor | None, content: int | None, sizes: tuple[int, int], given: int, reorderings: int
+    ) -> CallTokens:
+        """Return the token ids of an attention call: those that the model has looked up for its queries.
+
+        If these are computed from the argument and differ from it in every token, but stand for the same tokens, as
+        hashes do, return the argument.
+
+        Args:
+            argument: ids that the model around the attention was called with; None if there were none.
+            content: sources of the queries; None if they are unknown.
+            sizes: number of the sequences of the call, and of its queries.
+            given: sources of the argument.
+            reorderings: sources that are another order of tokens.
+        """
+        if argument is None or content is None:
+            return CallTokens(argument)
+        roots = self._of(argument).roots
+        of_argument = [each for each in self._lookups if any(a is b for a in each.derived.roots for b in roots)]
+        read = [each for each in of_argument if each.source & content]
+        if not of_argument and content & given:
+            return CallTokens(argument)
+        fits = len(argument) == sizes[0] and argument.shape[1] >= sizes[1]
+        if not read or content & reorderings:
+            return CallTokens(None, fits, bool(read))
+        others = [each for each in read if not _are_of_argument(each.ids, argument)]
+        if not others or _are_parts(read, argument) or _are_names(others, argument, len(read) > len(others)):
+            return CallTokens(argument)
+        ids, (_, is_moved, is_computed), *_ = others[0]
+        if len(read) > 1 or is_computed or ids.ndim != 2:
+            return CallTokens(None, fits, True)
+        return CallTokens(ids, fits and (len(ids) != sizes[0] or ids.shape[1] < sizes[1]), is_moved)
+
+    def _of(self, tensor: Tensor) -> _Derived:
+        """Return how an integer tensor was computed; by default, it is an argument or a constant."""
+        return self._derived.get(tensor) or _Derived((tensor,))
+
+    def _are_ids(self, tensors: Sequence[Tensor], module_calls: Sequence[RunningModule]) -> bool:
+        """Return True if some of `tensors` were computed from the token ids that a running module was called with."""
+        return any(_is_argument(root, module_calls) for tensor in tensors for root in self._of(tensor).roots)
+
+    def _after(self, call: FunctionCall, integers: list[Tensor], module_calls: Sequence[RunningModule]) -> _Derived:
+        """Return how the result of a function call was computed from the `integers` among its arguments."""
+        function, first = call.function, call.tensors[0]
+        is_view = (function in VIEWS or function in SELECTIONS) and first is integers[0]
+        content, indices = (integers[:1], integers[1:]) if is_view else (integers, [])
+        is_remapped = (
+            function in SELECTIONS and not self._are_ids(content, module_calls) and self._are_ids(indices, module_calls)
+        )
+        before = [self._of(each) for each in (*content, *(indices if is_remapped else []))]
+        keeps = function in REPEATED or function in SORTS or getattr(function, "__name__", "") in _KEEPING_NAMES
+        is_moved = function in SORTS or (function in REPEATED and function not in _KEEPING_PLACES)
+        if is_remapped or (function in PLACEMENTS and call.tensors[-1] is first):  # by a table, or by a mask
+            is_moved = False
+        return _Derived(
+            tuple({id(root): root for each in before for root in each.roots}.values()),
+            is_moved or any(each.is_moved for each in before),
+            is_remapped or not keeps or any(each.is_computed for each in before),
+        )
+
+
+def _looked_up(call: FunctionCall, integers: list[Tensor], is_table: Callable[[Tensor], bool]) -> Tensor | None:
+    """Return the ids that a function call looks up in a table of embeddings. Return None if it does something else."""
+    function, tensors = call.function, call.tensors
+    if function in {F.embedding, torch.embedding, F.one_hot}:
+        return integers[0]
+    if function not in {Tensor.__getitem__, torch.index_select, Tensor.index_select} or len(tensors) != 2:
+        return None
+    table, ids = tensors
+    is_whole = function is not Tensor.__getitem__ or call.args[1] is ids
+    return ids if is_whole and table.is_floating_point() and table.ndim == 2 and is_table(table) else None
+
+
+def _is_argument(tensor: Tensor, module_calls: Sequence[RunningModule]) -> bool:
+    """Return True if a running module was called with `tensor` as its token ids."""
+    arguments = [named_arguments(module_call.arguments) for module_call in module_calls]
+    return any(value is tensor for each in arguments for name, value in each.items() if name.endswith("input_ids"))
+
+
+def _is_same_memory(ids: Tensor, argument: Tensor) -> bool:
+    """Return True if two tensors have the same elements in the same memory."""
+    is_dense = ids.is_contiguous() and argument.is_contiguous() and ids.dtype == argument.dtype
+    return is_dense and ids.numel() == argument.numel() and ids.data_ptr() == argument.data_ptr()
+
+
+def _are_equal(ids: Tensor, others: Tensor) -> bool:
+    """Return True if two tensors have the same shape and the same numbers."""
+    return ids.shape == others.shape and ids.device == others.device and bool((ids == others).all())
+
+
+def _are_of_argument(ids: Tensor, argument: Tensor) -> bool:
+    """Return True if `ids` are those of the `argument`, perhaps in another shape."""
+    if ids.numel() != argument.numel():
+        return False
+    return (ids.ndim == 2 and _are_equal(ids.T, argument)) or _are_equal(ids.reshape(argument.shape), argument)
+
+
+def _are_parts(lookups: list[_Lookup], argument: Tensor) -> bool:
+    """Return True if the ids of `lookups`, one after the other, are those of the `argument`."""
+    if any(each.ids.ndim != 2 or len(each.ids) != len(argument) for each in lookups):
+        return False
+    return _are_equal(torch.cat([each.ids.to(argument) for each in lookups], 1), argument)
+
+
+def _are_names(lookups: list[_Lookup], argument: Tensor, are_known: bool) -> bool:
+    """Return True if the ids of `lookups`, taken together, are other names of the tokens in `argument`, as hashes or
+    ids with an offset are: equal for equal tokens, and different for different ones. Where a single lookup has some ids
+    of the argument, the model has changed the others.
+
+    Args:
+        lookups: lookups of computed ids.
+        argument: ids that the model was called with.
+        are_known: True if the model also looks up the ids of the argument, so that the others may be any numbers.
+    """
+    if not all(each.derived.is_computed for each in lookups):
+        return False
+    if are_known or any(each.derived.is_moved or each.ids.shape != argument.shape for each in lookups):
+        return are_known
+    names = argument.flatten()[None]
+    looked_up = torch.stack([each.ids.flatten() for each in lookups]).to(argument)
+    if len(lookups) == 1 and bool((looked_up == names).any()):
+        return False
+    counts = {torch.unique(each, dim=1).shape[1] for each in (names, looked_up, torch.cat([names, looked_up]))}
+    return len(counts) == 1
