@@ -287,7 +287,7 @@ class TokenNumbers:
 
 
 def numbers_after(
-    call: FunctionCall, result: Any, numbers_of: Callable[[Tensor], Tensor | None], largest: float
+    call: FunctionCall, result: Any, numbers_of: Callable[[Tensor], Tensor | None], largest: int | float
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Return the tensors in the `result` of a function that selects or reorders elements, each with the numbers of its
     elements. To compute them, the call is repeated with numbers in place of elements. They are None if this fails.
@@ -321,7 +321,7 @@ def numbers_after(
     ]
 
 
-def _numbers_among(argument: Any, numbers_of: Callable[[Tensor], Tensor | None], largest: float) -> Any:
+def _numbers_among(argument: Any, numbers_of: Callable[[Tensor], Tensor | None], largest: int | float) -> Any:
     """Return an argument of a function call with numbers in place of tensor elements. Elements of unknown numbers
     become 0.
 
