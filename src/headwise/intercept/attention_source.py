@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from headwise.intercept.trace.axes import HeadLayout
 from headwise.shapes import Float
 
 
+@runtime_checkable
 class Handlers(Protocol):
     """Functions by which interceptors observe and change one attention call, as `CallHandlers` has them."""
 

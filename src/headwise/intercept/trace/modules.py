@@ -1,13 +1,14 @@
 """Running calls of modules, as tracing reads them."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from headwise.intercept.site import Site
 
 
+@runtime_checkable
 class RunningModule(Protocol):
     """Running call of a module of a model, as tracing reads it."""
 
