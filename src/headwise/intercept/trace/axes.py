@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.intercept.trace.functions import FunctionCall
+from headwise.intercept.trace.functions import Contraction, FunctionCall
 from headwise.shapes import Float
 
 OTHER = -1
@@ -79,23 +79,14 @@ Axes = tuple[tuple[Factor, ...], ...]
 
 
 def axes_of(shape: torch.Size) -> Axes:
-    """Return the axes of a tensor of this shape that was not reshaped. Each axis consists of one factor (part of an
-    axis), the axis itself.
-    """
+    """Return the axes of a tensor of this shape that was not reshaped."""
     return tuple((Factor(axis, 1, size),) if size > 1 else () for axis, size in enumerate(shape))
 
 
 def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
     """Return the tensors in the `result` of a function call that contain elements of its argument `before`, each with
-    its axes. `axes` describes the axes of `before` by those of an earlier tensor, from which it was made, such as an
-    attention output. The axes of each result are described by those of the same earlier tensor. The list leaves out
-    empty tensors, and those with unknown axes.
-
-    Args:
-        call: the call.
-        axes: axes of `before`.
-        before: tensor that the function was called with.
-        result: what the function returned.
+    its axes. `axes` describes those of `before` by the axes of an earlier tensor from which it was made, such as an
+    attention output; so do the axes of the results. The list leaves out empty tensors, and those with unknown axes.
     """
     if not before.numel():
         return []
@@ -109,8 +100,8 @@ def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> l
 
 
 def has_unknown_axes(call: FunctionCall, axes: Axes, before: Tensor) -> bool:
-    """Return True if the axes after a call of a view function, such as `reshape`, are unknown: they cannot be written
-    as products of parts of the `axes` of its argument `before`.
+    """Return True if the axes after a view function, such as `reshape`, are no products of parts of the `axes` of its
+    argument `before`.
     """
     if not before.numel():
         return False
@@ -119,30 +110,25 @@ def has_unknown_axes(call: FunctionCall, axes: Axes, before: Tensor) -> bool:
 
 
 def _empty_views(call: FunctionCall, before: Tensor) -> list[Tensor]:
-    """Repeat the call of a view function on a tensor without data (on the meta device) with the shape of the argument
-    `before`. Return the resulting views, whose shapes and strides show how the function rearranges axes.
-    """
+    """Repeat a view function with an empty tensor of the shape of `before`, and return the resulting views."""
     views = call.as_function_of(before)(torch.empty(before.shape, device="meta"))
     return list(views) if isinstance(views, list | tuple) else [views]
 
 
 def moves_elements(call: FunctionCall) -> bool:
-    """Return True if a function call may move elements of a tensor along an axis, as `flip` or an index with a tensor
-    does.
-    """
+    """Return True if a function may move elements along an axis, as `flip` or an index with a tensor does."""
     return call.function in MOVES or (call.function is Tensor.__getitem__ and _selects_by_tensor(call))
 
 
 def _selects_by_tensor(call: FunctionCall) -> bool:
-    """Return True if a call indexes a tensor by other tensors or by lists, so that its result is a copy, not a view."""
+    """Return True if a call indexes a tensor by tensors or lists, so that its result is a copy, not a view."""
     indices = call.args[1] if call.function is Tensor.__getitem__ else ()
     return any(isinstance(each, Tensor | list) for each in (indices if isinstance(indices, tuple) else (indices,)))
 
 
 def _aligned(axes: Axes, before: Tensor, after: Tensor) -> Axes | None:
-    """Return the axes of `after`, a tensor computed from `before`, whose axes are `axes`. The axes of both are paired
-    from the last one. An axis of unchanged size stays the same; any other is marked as new. Return None if `after` has
-    fewer axes than `before`.
+    """Return the axes of `after`, paired with those of `before` from the last one. An axis of another size is new.
+    Return None if `after` has fewer axes.
     """
     if after.ndim < before.ndim:
         return None
@@ -153,10 +139,18 @@ def _aligned(axes: Axes, before: Tensor, after: Tensor) -> Axes | None:
     )
 
 
+def axes_of_product(product: Contraction, tensor: Tensor, axes: Axes, result: Tensor) -> Axes:
+    """Return the axes of the `result` of a product of `tensor`, whose axes are `axes`, with other tensors."""
+    factors = dict(zip(product.labels_of(tensor), axes, strict=True))
+    return tuple(
+        factors[label] if label in factors else other_axis(size)
+        for label, size in zip(product.result, result.shape, strict=True)
+    )
+
+
 def axes_of_view(axes: Axes, view: Tensor) -> Axes | None:
-    """Return the axes of `view`, a view of a contiguous tensor with these `axes`, each as a product of factors (such as
-    batch and heads). Return None if some axis is not such a product, for example one that contains every second
-    element.
+    """Return the axes of `view`, a view of a contiguous tensor with these `axes`. Return None if some axis is not a
+    product of factors, for example one that contains every second element.
     """
     places: list[tuple[int, Factor]] = []  # distance in memory between neighbours of each factor, fastest first
     place = 1
@@ -168,13 +162,8 @@ def axes_of_view(axes: Axes, view: Tensor) -> Axes | None:
 
 
 def _factors_between(places: list[tuple[int, Factor]], size: int, stride: int) -> tuple[Factor, ...] | None:
-    """Return the factors (parts of axes of a contiguous tensor) that make up one axis of a view of this tensor. Return
-    None if no factors describe the axis, for example if it contains every second element.
-
-    Args:
-        places: each factor of the tensor after the distance of its neighbours in memory, fastest first.
-        size: elements of the axis.
-        stride: distance of its neighbours in memory.
+    """Return the factors that make up one axis of a view with this `size` and `stride`; None if there are none.
+    `places` has each factor of the tensor after the distance of its neighbours in memory, fastest first.
     """
     if size == 1 or not stride:  # an axis of stride 0 was expanded
         return other_axis(size)
@@ -196,9 +185,7 @@ def _factors_between(places: list[tuple[int, Factor]], size: int, stride: int) -
 
 
 def other_axis(size: int) -> tuple[Factor, ...]:
-    """Return the factors (parts) of an axis of this size that corresponds to no axis of the original tensor, the one
-    whose axes are followed, such as an attention output.
-    """
+    """Return the factors of an axis of this size that corresponds to no axis of the original tensor."""
     return (Factor(OTHER, 1, size),) if size > 1 else ()
 
 
@@ -226,7 +213,7 @@ class HeadLayout:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Size of the batch (the product of all batch axes), number of heads and number of queries, in this order."""
+        """Size of the batch (the product of all batch axes), number of heads and number of queries."""
         sizes, _, (batch, heads, queries) = self._split(1)
         by_role = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
         return by_role[0], by_role[1], by_role[2]
@@ -239,17 +226,14 @@ class HeadLayout:
 
     def by_head(self, tensor: Tensor) -> Tensor:
         """Return a tensor that has this layout with its axes rearranged to `(batch, heads, queries, value_dim)`. The
-        last axis may have another size and meaning than the features of a head's output: for attention weights, it is
-        the keys.
+        last axis may have another size and meaning: for attention weights, it is the keys.
         """
         sizes, order, (batch, heads, queries) = self._split(tensor.shape[self.value_axis])
         shape = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
         return tensor.reshape(sizes).permute(order).reshape(*shape, tensor.shape[self.value_axis])
 
     def from_heads(self, tensor: Float[Tensor, "batch heads queries width"]) -> Tensor:
-        """Return a tensor `(batch, heads, queries, width)` with its axes rearranged to this layout, the one of the
-        model. This is the inverse of `by_head`.
-        """
+        """Return a tensor `(batch, heads, queries, width)` rearranged to this layout: the inverse of `by_head`."""
         sizes, order, _ = self._split(tensor.shape[-1])
         inverse = [order.index(axis) for axis in range(len(order))]
         shape = list(self.shape)
@@ -257,9 +241,9 @@ class HeadLayout:
         return tensor.reshape([sizes[axis] for axis in order]).permute(inverse).reshape(shape)
 
     def _split(self, width: int) -> tuple[list[int], list[int], tuple[list[int], list[int], list[int]]]:
-        """Split each axis that contains heads together with other elements, so that heads have axes of their own.
-        Return the sizes of the resulting axes, their order by role (batch, heads, queries, features), and lists of the
-        axes of the batch, of the heads and of the queries. `width` is the size of the feature axis.
+        """Split each axis that contains heads together with other elements. Return the sizes of the resulting axes,
+        their order by role (batch, heads, queries, features), and the axes of the batch, of the heads and of the
+        queries. `width` is the size of the feature axis.
         """
         sizes: list[int] = []
         batch: list[int] = []
@@ -318,8 +302,8 @@ def merged_layout(
 
 
 def _are_mixed(axes: Axes, features: Collection[int], query_axes: tuple[int, ...]) -> bool:
-    """Return True if some axis of a tensor, other than the axes `features`, contains queries together with something
-    else. The latter may be heads that the model did not merge with the features.
+    """Return True if some axis of a tensor, other than `features`, contains queries together with something else, which
+    may be heads that the model did not merge with the features.
     """
     origins = [{factor.axis for factor in axes[axis]} for axis in range(len(axes)) if axis not in features]
     return any(origin.intersection(query_axes) and len(origin) > 1 for origin in origins)
@@ -327,8 +311,7 @@ def _are_mixed(axes: Axes, features: Collection[int], query_axes: tuple[int, ...
 
 def merged_axis(axes: Axes, value_axis: int) -> int | None:
     """Return the axis of a tensor that contains the features of a head's output, merged with another axis of the
-    attention output, such as the heads. Return None if there is none. `value_axis` is the axis of the features in the
-    attention output.
+    attention output, such as the heads; None if there is none.
     """
     for axis, factors in enumerate(axes):
         if {factor.axis for factor in factors} > {value_axis}:
@@ -374,9 +357,6 @@ class TensorMap(Generic[Value]):
 
 
 def _discard(entries: dict[int, tuple[weakref.ref[Tensor], Any]], key: int, reference: weakref.ref[Tensor]) -> None:
-    """Remove the entry of a tensor that no longer exists. Do nothing if a new tensor with the same id has an entry in
-    its place.
-    """
     entry = entries.get(key)
     if entry is not None and entry[0] is reference:
         del entries[key]

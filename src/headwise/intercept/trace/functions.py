@@ -71,9 +71,7 @@ class FunctionCall:
         self.tensors = tensors_among((*self.args, *read.values()))
 
     def replaced(self, before: Any, after: Any) -> "FunctionCall":
-        """Return the same call with the object `after` in place of the argument `before`, also inside lists, tuples and
-        dicts.
-        """
+        """Return the same call with the object `after` in place of the argument `before`, also inside containers."""
         args: list[Any] = _replaced(self.args, before, after)
         return FunctionCall(self.function, tuple(args), _replaced(self.kwargs, before, after))
 
@@ -82,8 +80,8 @@ class FunctionCall:
         return self.function(*self.args, **self.kwargs)
 
     def as_function_of(self, tensor: Tensor) -> Callable[[Tensor], Any]:
-        """Return a function that repeats this call with a new tensor in place of its argument `tensor`. The returned
-        function does not keep `tensor` in memory.
+        """Return a function that repeats this call with a new tensor in place of its argument `tensor`, which it does
+        not keep in memory.
         """
         placeholder = object()
         template = self.replaced(tensor, placeholder)
@@ -105,9 +103,6 @@ _CONTAINERS = (tuple, list, dict)
 
 
 def _replaced(argument: Any, before: Any, after: Any) -> Any:
-    """Return `argument` with the object `after` in place of the object `before`, also inside nested lists, tuples and
-    dicts. Where something is replaced, tuples become lists.
-    """
     if isinstance(argument, list | tuple):
         elements = [_replaced(element, before, after) for element in argument]
         is_unchanged = all(new is old for new, old in zip(elements, argument, strict=True))
@@ -127,19 +122,12 @@ _WITHOUT_WRITING = frozenset({"requires_grad_", "detach_", "share_memory_", "ren
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Return torch's count of the in-place changes of a tensor. Return None for tensors made in inference mode, which
-    have no count.
-    """
+    """Return torch's count of the in-place changes of a tensor; None for tensors made in inference mode."""
     return None if tensor.is_inference() else tensor._version
 
 
 class TensorVersions:
-    """Version counters of some tensors, stored when this object is created. Torch increments a tensor's counter at each
-    in-place change, except in inference mode.
-
-    Args:
-        tensors: the tensors.
-    """
+    """Version counters of some tensors, which torch increments at each in-place change, except in inference mode."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
@@ -218,7 +206,7 @@ class Contraction(NamedTuple):
     result: tuple[Label, ...]
 
     def labels_of(self, tensor: Tensor) -> tuple[Label | None, ...]:
-        """Return the labels (names as in Einstein notation) of the axes of `tensor`, one of the multiplied tensors."""
+        """Return the labels of the axes of `tensor`, one of the multiplied tensors."""
         return next(labels for operand, labels in zip(self.operands, self.labels, strict=True) if operand is tensor)
 
     def multiplies(self, tensor: Tensor) -> bool:
@@ -227,18 +215,18 @@ class Contraction(NamedTuple):
 
     @property
     def summed(self) -> set[Label | None]:
-        """Labels (names as in Einstein notation) of the axes over which the products are summed."""
+        """Labels of the axes over which the products are summed."""
         return {label for labels in self.labels for label in labels} - set(self.result) - {None}
 
     @property
     def shared_by_all(self) -> set[Label]:
-        """Labels (names as in Einstein notation) of the axes that the result and all multiplied tensors have."""
+        """Labels of the axes that the result and all multiplied tensors have."""
         return {label for label in self.result if all(label in labels for labels in self.labels)}
 
 
 def contraction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Contraction | None:
-    """Return the product of tensors that a call of `function` computes, with a label for every axis as in Einstein
-    notation. Return None if the function computes no such product, or if its arguments cannot be interpreted.
+    """Return the product of tensors that a call of `function` computes, with a label for every axis. Return None if the
+    function computes no such product, or if its arguments cannot be interpreted.
     """
     if function is torch.einsum:
         return _einsum(*args)
@@ -264,6 +252,12 @@ def contraction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: di
     return _matmul(*operands[:2]) if len(operands) > 1 else None
 
 
+def product_with(call: FunctionCall, tensor: Tensor) -> Contraction | None:
+    """Return the product that a function call computes of `tensor` and other tensors; None if it computes none."""
+    product = contraction_of(call.function, call.args, call.kwargs) if call.function in PRODUCTS else None
+    return product if product is not None and product.multiplies(tensor) else None
+
+
 def adds_to_product(call: FunctionCall) -> bool:
     """Return True if a call of one of the functions in `PRODUCTS` adds another tensor to the product, such as a bias,
     or multiplies it by a factor.
@@ -278,9 +272,6 @@ def adds_to_product(call: FunctionCall) -> bool:
 
 
 def _matmul(left: Tensor, right: Tensor) -> Contraction | None:
-    """Return the product that `torch.matmul` computes of two matrices, batches of matrices, or vectors, with labelled
-    axes.
-    """
     rank = max(left.ndim, right.ndim) - 2
 
     def batch(tensor: Tensor) -> tuple[Label | None, ...]:
@@ -296,9 +287,7 @@ def _matmul(left: Tensor, right: Tensor) -> Contraction | None:
 
 
 def _multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], keepdim: bool) -> Contraction:
-    """Return the product that `multiplied_and_summed` computes, with labelled axes. Axes that are expanded have no
-    label, like those of size 1.
-    """
+    """Return the product with labelled axes. Axes that are expanded have no label, like those of size 1."""
     rank = max(left.ndim, right.ndim)
     summed = {dim % rank for dim in dims}
 
@@ -316,9 +305,7 @@ def _multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], kee
 
 
 def _einsum(equation: Any, *arguments: Any) -> Contraction | None:
-    """Return the product that `torch.einsum` computes, with labelled axes. Return None if the equation is not a string,
-    or repeats a letter in one term.
-    """
+    """Return the product of `torch.einsum`; None if the equation is not a string, or repeats a letter in a term."""
     operands = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list | tuple) else arguments
     if not isinstance(equation, str):
         return None
@@ -337,9 +324,8 @@ def _einsum(equation: Any, *arguments: Any) -> Contraction | None:
 
 
 def _expanded(term: str, ndim: int, shape: Sequence[int] | None = None) -> tuple[Label | None, ...]:
-    """Return the labels of the axes in one term of an einsum equation. A letter is a label. An ellipsis stands for
-    several axes, whose labels are the numbers ..., -2, -1. If such an axis has size 1 in `shape`, its label is None,
-    since it is broadcast.
+    """Return the labels of one term of an einsum equation. An ellipsis stands for axes with the labels ..., -2, -1;
+    those of size 1 in `shape` are broadcast and have none.
     """
     before, dots, after = term.partition("...")
     count = ndim - len(before) - len(after) if dots else 0
@@ -387,3 +373,11 @@ CONSTANTS: frozenset[Any] = frozenset(
     }
 )
 """Functions whose result does not depend on the numbers in a tensor that is passed to them."""
+
+ASSIGNMENT: frozenset[Any] = frozenset({Tensor.__setitem__})
+"""Function that assigns to an index of a tensor."""
+
+
+def written_by(call: FunctionCall, result: Any) -> Any:
+    """Return the tensors that contain what a function call computed: its result, or the tensor assigned to."""
+    return call.args[0] if call.function in ASSIGNMENT else result

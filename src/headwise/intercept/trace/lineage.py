@@ -48,7 +48,7 @@ class Origin(NamedTuple):
 
     @property
     def sources(self) -> int:
-        """All sources of the tensor, from before and after its last linear map, as the bits of an int."""
+        """All sources of the tensor, from before and after its last linear map."""
         return self.projected | self.joined
 
 
@@ -76,9 +76,7 @@ NO_ORIGIN = Origin()
 
 
 def union_of(origins: Iterable[Origin]) -> Origin:
-    """Return the origin (sources) of a tensor computed element by element from tensors with these origins: the union of
-    all their sources.
-    """
+    """Return the origin of a tensor computed element by element from tensors with these origins."""
     result = NO_ORIGIN
     for origin in origins:
         if result is NO_ORIGIN:
@@ -121,9 +119,8 @@ class Lineage:
         self.restart()
 
     def restart(self, given: Iterable[Any] = ()) -> None:
-        """Start the record of a new model call: discard all tensors and sources. The tensors in `given`, the arguments
-        of that call, become the first sources. Of tensors from the previous call, it is only kept which weights
-        computed them.
+        """Start the record of a new model call, whose arguments are the tensors in `given`. Of tensors from the
+        previous call, it is only kept which weights computed them.
         """
         self._origins_before = self._origins or self._origins_before
         self._origins = TensorMap()
@@ -140,14 +137,9 @@ class Lineage:
         self.outside = 0
 
     def record(self, call: FunctionCall, result: Any, module_calls: Sequence[RunningModule]) -> None:
-        """Record the origin (sources) of the `result` of a function call. By default these are the sources of all
-        arguments together. Linear maps, products and concatenations have other rules. A concatenation of features of
-        the same tokens follows the default.
-
-        Args:
-            call: the call.
-            result: what the function returned.
-            module_calls: the running modules, to which parameters and buffers may belong, the innermost last.
+        """Record the origin of the `result` of a function call. By default its sources are those of all arguments
+        together; linear maps, products and concatenations have other rules. A concatenation of features of the same
+        tokens follows the default. Parameters and buffers belong to the running modules, `module_calls`.
         """
         function, tensors = call.function, call.tensors
         written = call.args[0] if function is Tensor.__setitem__ else result
@@ -197,13 +189,8 @@ class Lineage:
     def tokens_of_call(
         self, argument: Tensor | None, query: Origin, sizes: tuple[int, int], module_calls: Sequence[RunningModule]
     ) -> CallTokens:
-        """Return the token ids of an attention call with queries of the origin `query`.
-
-        Args:
-            argument: ids that the model around the attention was called with; None if there were none.
-            query: origin of the queries.
-            sizes: number of sequences, and of queries.
-            module_calls: the running modules.
+        """Return the token ids of an attention call with queries of the origin `query`, for these numbers of sequences
+        and queries. `argument` is the ids that the model around the attention was called with, if there were any.
         """
         given = 0 if argument is None else self.origin(argument, module_calls).sources & ~self.state
         content = self.content(query) & ~self.state if query.sources else None
@@ -264,30 +251,23 @@ class Lineage:
         self.tokens.discard(tensor)
 
     def set(self, tensor: Tensor, origin: Origin) -> None:
-        """Store the origin (sources) of a tensor. The entry disappears when the tensor no longer exists."""
+        """Store the origin of a tensor."""
         self._origins.set(tensor, origin)
 
     def set_attended(self, out: Tensor, origins: CallOrigins) -> None:
-        """Store the origin (sources) of the head outputs `out` of an attention call, whose queries, keys and values
-        have the origins `origins`.
-        """
+        """Store the origin of the head outputs `out` of an attention call."""
         self.set(out, self.product(origins.q, origins.v))
 
     def linear(self, source: Origin, weight: Origin, offset: int = 0) -> Origin:
-        """Return the origin (sources) of the result of a linear map: the sources of the map's input, with the name of
-        the map's weight.
-
-        Args:
-            source: origin of its input.
-            weight: origin of its weight.
-            offset: first element of the weight in the memory of a larger tensor.
+        """Return the origin of the result of a linear map: the sources of its input `source`, with the name of its
+        `weight`. `offset` is the first element of the weight in the memory of a larger tensor.
         """
         names = frozenset((self._names.get(bit), offset) for bit in _bits_of(weight.sources & self.state))
         return Origin(source.sources & ~self.placed or weight.sources, maps=names)
 
     def product(self, left: Origin, right: Origin) -> Origin:
-        """Return the origin (sources) of a product of two activations, such as queries and keys. These are the sources
-        of the left factor, with the product itself as a further source, since it mixes tokens.
+        """Return the origin of a product of two activations, such as queries and keys: the sources of the left factor,
+        with the product itself as a further source, since it mixes tokens.
         """
         left, right = left._replace(factors=()), right._replace(factors=())
         bit = self._bit(("product", right))
@@ -303,17 +283,14 @@ class Lineage:
         return sources & ~self.state or sources
 
     def _of_result(self, function: Any, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of the result of a call of `function`, by the rule for this function. `tensors`
-        are the arguments of the call, and `origins` their origins.
-        """
         if not tensors:
             return self._of_constant(tensors, origins)
         rule = _RULES.get(function)
         return self._union(tensors, origins) if rule is None else rule(self, tensors, origins)
 
     def _union(self, _: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of a tensor computed element by element from other tensors: the union of their
-        sources. Tensors that depend on parameters and buffers alone do not count if there are others.
+        """Return the union of the origins. Tensors that depend on parameters and buffers alone do not count if there
+        are others.
         """
         first = origins[0]
         if all(origin is first for origin in origins):
@@ -321,9 +298,6 @@ class Lineage:
         return union_of([origin for origin in origins if origin.sources & ~self.state] or origins)
 
     def _of_constant(self, _: list[Tensor], __: list[Origin]) -> Origin:
-        """Return the origin (sources) of a tensor that depends on no other tensor, such as the result of
-        `zeros_like`.
-        """
         return Origin(joined=self._state_bit("constant"))
 
     def _mapped(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
@@ -335,14 +309,12 @@ class Lineage:
         return self.linear(origins[0], origins[1], _offset(tensors[1]))
 
     def _added_product(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of the result of a function such as `addmm`. The sources are those of the product
-        of the second and third tensor; the first one, which is added, does not count.
-        """
+        """Return the origin of a product of the second and third tensor, to which the first one is added."""
         return self._multiplied(tensors[1:], origins[1:])
 
     def _multiplied(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of a product of several tensors. A factor that depends on parameters and buffers
-        alone counts as the weight of a linear map of the others.
+        """Return the origin of a product. A factor that depends on parameters and buffers alone counts as the weight of
+        a linear map of the others.
         """
         result, offset = origins[0], _offset(tensors[0])
         for other, tensor in zip(origins[1:], tensors[1:], strict=True):
@@ -360,31 +332,28 @@ class Lineage:
         return result
 
     def _placed(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of the first of `tensors` after the other tensors were written into it. Integer
-        tensors among the others do not count, since they state the indices to write to, unless the first tensor has the
-        same dtype.
+        """Return the origin of the first tensor after the others were written into it. Integers among these state
+        indices, unless the first tensor has the same dtype.
         """
         is_content = [tensor.is_floating_point() or tensor.dtype == tensors[0].dtype for tensor in tensors]
         origin = self._written([origin for origin, counts in zip(origins, is_content, strict=True) if counts])
         return origin._replace(joined=origin.joined | self.placed)
 
     def _written(self, origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of a tensor into parts of which others were written. All have these origins."""
+        """Return the origin of a tensor into parts of which others were written. All have these origins."""
         union = union_of(origins)
         factors = self._joined_factors(list(dict.fromkeys(each for each in origins if each.factors)))
         return union._replace(factors=factors) if factors else union
 
     def _concatenated(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of concatenated tensors; empty tensors have none. If the tensors have different
-        sources, the concatenation is itself a further source, the same one whenever the same contents are concatenated
-        in the same order. Sources that may be cached tensors from outside of the model call are not compared. Such a
-        tensor may be cached unless the previous call of the model computed it by weights that compute none of the
-        concatenated tensors.
+        """Return the origin of concatenated tensors; empty tensors have none. If the tensors have different sources,
+        the concatenation is itself a further source, the same one whenever the same contents are concatenated in the
+        same order. Sources that may be cached tensors from outside of the model call are not compared: tensors that the
+        previous call did not compute by weights which compute none of the concatenated ones.
         """
         return self._joined([origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()])
 
     def _joined(self, origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of the concatenation of tensors with these origins."""
         union, maps = union_of(origins), {frozenset[Hashable](), *(origin.maps for origin in origins)}
         cached = sum(bit for bit in _bits_of(union.sources & self.outside) if self._maps_before.get(bit) in maps)
         of_projected = self._concatenation([origin.projected for origin in origins], cached)
@@ -393,8 +362,8 @@ class Lineage:
         return union._replace(projected=union.projected | of_projected, joined=union.joined | of_all, factors=factors)
 
     def _joined_factors(self, origins: list[Origin]) -> tuple[tuple[Origin, Origin], ...]:
-        """Return the origins of the queries and keys of concatenated scores, whose keys are the concatenated keys.
-        Return an empty tuple if the tensors are not products of the same queries, or of the same keys.
+        """Return the factors of concatenated scores: products of the same queries with concatenated keys, or the other
+        way round. Return an empty tuple for others.
         """
         pairs = [pair for origin in origins for pair in origin.factors]
         if len(origins) < 2 or any(len(origin.factors) != 1 for origin in origins):
@@ -405,8 +374,8 @@ class Lineage:
         return ((self._joined(lefts), rights[0]),) if all(right == rights[0] for right in rights) else ()
 
     def _concatenation(self, contents: list[int], cached: int) -> int:
-        """Return the bit that represents a concatenation of tensors with the sources `contents`. Return 0 if the
-        tensors have the same sources. Parameters, buffers and sources in `cached` are not compared.
+        """Return the bit of a concatenation of tensors with the sources `contents`; 0 if these are the same.
+        Parameters, buffers and sources in `cached` are not compared.
         """
         contents = [content & ~self.state for content in contents]
         if len({content & ~cached for content in contents} - {0}) < 2:
@@ -417,8 +386,8 @@ class Lineage:
         return bit
 
     def _selected(self, origin: Origin, whole: Origin, selection: Hashable) -> Origin:
-        """Return the `origin` (sources) of some selected tokens of a tensor whose origin is `whole`, with the selection
-        as a further source. It is the same source whenever the same tokens are selected from the same content.
+        """Return the `origin` of selected tokens of a tensor of origin `whole`, with the selection as a further source:
+        the same one whenever the same tokens are selected from the same content.
         """
         content = self.content(whole)
         if not content & ~self.state:
@@ -432,13 +401,11 @@ class Lineage:
         return origin._replace(joined=origin.joined | bit)
 
     def _state_bit(self, source: Hashable) -> int:
-        """Return the bit that represents a source which is not an input of the model, such as a parameter."""
         bit = self._bit(source)
         self.state |= bit
         return bit
 
     def _bit(self, source: Hashable) -> int:
-        """Return the bit that represents a source. At the first use of a source, assign a new bit."""
         return self._bits.setdefault(source, 1 << len(self._bits))
 
 
@@ -456,14 +423,11 @@ _RULES: dict[Any, Callable[[Lineage, list[Tensor], list[Origin]], Origin]] = {
 
 
 def _offset(tensor: Tensor) -> int:
-    """Return the storage offset of a tensor: the index of its first element in the memory that it shares with other
-    views.
-    """
+    """Return the index of the first element of a tensor in the memory that it shares with other views."""
     return int(tensor.storage_offset()) if type(tensor) is Tensor and tensor.layout is torch.strided else 0
 
 
 def _bits_of(sources: int) -> Iterator[int]:
-    """Yield each 1 bit of `sources`, an int whose bits represent sources, as a power of two."""
     while sources:
         bit = sources & -sources
         yield bit
@@ -471,8 +435,8 @@ def _bits_of(sources: int) -> Iterator[int]:
 
 
 def _name_in(module_calls: Sequence[RunningModule], tensor: Tensor) -> Hashable | None:
-    """Return a name for `tensor` if it is a parameter or buffer of a running module: the module's id and the
-    attribute's name. It is the same in every call of the model. Return None for other tensors.
+    """Return a name for a parameter or buffer of a running module, the same in every call of the model: the module's id
+    and the attribute's name. Return None for other tensors.
     """
     for module_call in reversed(module_calls):
         module = module_call.module
@@ -484,8 +448,8 @@ def _name_in(module_calls: Sequence[RunningModule], tensor: Tensor) -> Hashable 
 
 
 def _selects_tokens(function: Any, arguments: Sequence[Any], result: Tensor) -> bool:
-    """Return True if a call of a function such as indexing has selected or reordered tokens. It has if the `result` is
-    shorter along an axis other than the last, or if the order of the tokens has changed.
+    """Return True if a function such as indexing has selected or reordered tokens: the `result` is shorter along an
+    axis other than the last, or in another order.
     """
     before = arguments[0]
     if not isinstance(before, Tensor):
@@ -496,8 +460,8 @@ def _selects_tokens(function: Any, arguments: Sequence[Any], result: Tensor) -> 
 
 
 def _moves_tokens(call: FunctionCall, before: Tensor) -> bool:
-    """Return True if a function call moves tokens of the tensor `before` to other places, and not only features along
-    its last axis. To test this, the call is repeated with the numbers of the tokens.
+    """Return True if a function moves tokens of `before` to other places, and not only features along its last axis. To
+    test this, the call is repeated with the numbers of the tokens.
     """
     if before.is_meta or "out" in call.kwargs:
         return True
@@ -508,9 +472,7 @@ def _moves_tokens(call: FunctionCall, before: Tensor) -> bool:
 
 
 def _key_of(argument: Any) -> Hashable:
-    """Return a hashable key for an argument that determines which tokens are selected: the id of a tensor, otherwise
-    the argument's text.
-    """
+    """Return a hashable key for an argument that determines which tokens are selected."""
     if isinstance(argument, Tensor):
         return id(argument)
     return tuple(map(_key_of, argument)) if isinstance(argument, tuple | list) else repr(argument)
@@ -578,8 +540,8 @@ def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Orig
 
 
 def may_be_cached(origins: CallOrigins, lineage: Lineage) -> bool:
-    """Return True if some keys of a call may come from a cache. That is possible if the keys depend on all sources of
-    the queries, and on no other sources except tensors from outside of the model call.
+    """Return True if some keys of a call may come from a cache: the keys depend on all sources of the queries, and on
+    no others except tensors from outside of the model call.
     """
     if origins.k is None:
         return False
@@ -588,9 +550,7 @@ def may_be_cached(origins: CallOrigins, lineage: Lineage) -> bool:
 
 
 def _is_cross(query: Origin, key: Origin, value: Origin, lineage: Lineage) -> bool | None:
-    """Return True for cross-attention, False for self-attention, None if unknown, from the origins (sources) of the
-    queries, keys and values of a call. Unlike `is_cross_attention`, record nothing in `lineage`.
-    """
+    """Return what `is_cross_attention` does, and record nothing in `lineage`."""
     q, k, v = (lineage.content(origin) for origin in (query, key, value))
     if not q or not k:
         return None

@@ -1,7 +1,7 @@
 """Attention outputs, followed by the identity of tensors from attention to their use, such as the output projection."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ from headwise.intercept.trace.axes import (
     OutputAxes,
     axes_after,
     axes_of,
+    axes_of_product,
     has_unknown_axes,
     merged_axis,
     merged_layout,
@@ -27,15 +28,17 @@ from headwise.intercept.trace.axes import (
     other_axis,
 )
 from headwise.intercept.trace.functions import (
+    ASSIGNMENT,
     CONCATENATIONS,
     CONSTANTS,
     CONVOLUTIONS,
     PRODUCTS,
     FunctionCall,
-    contraction_of,
     is_parameter,
     overwritten_tensor,
+    product_with,
     share_memory,
+    written_by,
 )
 from headwise.intercept.trace.lineage import CallOrigins
 from headwise.intercept.trace.refusals import (
@@ -49,502 +52,28 @@ from headwise.intercept.trace.refusals import (
     NOT_LINEAR,
     NOT_OVER_KEYS,
 )
-from headwise.intercept.trace.scores import ASSIGNMENT, keeps_places, may_project, repeated, written_by
+from headwise.intercept.trace.scores import keeps_places, may_project, repeated
 from headwise.intercept.trace.state import AttentionOutput, FollowedOutput, current_trace
 from headwise.intercept.trace.weights import COPIES
 from headwise.intercept.undropped import DROPOUT_NAMES
 from headwise.intercept.unreadable_tensors import has_no_numbers
 
-PRODUCTS_IN_PLACE = frozenset({"mul_", "__imul__", "multiply_", "div_", "__itruediv__", "divide_", "neg_"})
-"""Names of functions that overwrite a tensor by its product with another one."""
-
-SUMS_IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__"})
-"""Names of functions that overwrite a tensor by its sum with another one."""
-
-
-ASSIGNMENTS_IN_PLACE = frozenset({"__setitem__", "masked_fill_", "index_fill_", "index_copy_", "index_put_"})
-"""Names of functions that overwrite some elements of a tensor by others, so that a second call changes nothing."""
-
-STACKS: frozenset[Callable[..., Any]] = frozenset({torch.stack, torch.hstack, torch.vstack, torch.dstack})
-"""Functions that put several tensors next to each other along a new axis."""
-
-SUMS: frozenset[Callable[..., Any]] = frozenset({torch.sum, Tensor.sum, torch.mean, Tensor.mean})
-"""Functions that add up the elements of a tensor along axes."""
-
-
-def layout_of(followed: FollowedOutput, features: list[int]) -> HeadLayout | None:
-    """Return the layout of the heads in an attention output, if the axes `features` of a tensor computed from it are
-    the features of all heads. Return None if they are not.
-    """
-    output = followed.output
-    return merged_layout(followed.axes, features, output.shape, output.axes.value, output.axes.queries)
-
-
-def features_of(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> list[int] | None:
-    """Return the axes of `tensor` that a function call uses as the features of all heads, such as the axis that a
-    linear layer maps. Return None if the function uses no axes in this way.
-    """
-    axes, output, is_map = followed.axes, followed.output, False
-    if call.function in CONCATENATIONS:
-        features = [_axis_of(call, tensor.ndim)]
-    elif call.function in PRODUCTS:
-        contraction = contraction_of(call.function, call.args, call.kwargs)
-        if contraction is None or not any(operand is tensor for operand in contraction.operands):
-            return None
-        others = [operand for operand in contraction.operands if operand is not tensor]
-        is_map = call.function is F.linear or call.function in CONVOLUTIONS
-        if not is_map and not all(is_parameter(other) or other.ndim == 2 < tensor.ndim for other in others):
-            return None
-        labels = contraction.labels_of(tensor)
-        if len(contraction.shared_by_all) > 0:  # another map for each head
-            return None
-        features = [axis for axis, label in enumerate(labels) if label in contraction.summed]
-    else:
-        return None
-    origins = {factor.axis for axis in features for factor in axes[axis]}
-    has_one_value = output.shape[output.axes.value] == 1 and (is_map or features == [tensor.ndim - 1])
-    is_of_values = output.axes.value in origins or has_one_value
-    is_of_queries = call.function not in CONCATENATIONS and bool(origins.intersection(output.axes.queries))
-    return features if is_of_values or is_of_queries else None
-
-
-def may_hide_heads(followed: FollowedOutput, features: list[int]) -> bool:
-    """Return True if a tensor may have an axis of heads that the model merges with the values later. Such an axis
-    contains no queries, is not the first one, and is not among `features`.
-    """
-    others = [factors for axis, factors in enumerate(followed.axes) if axis and axis not in features]
-    queries = set(followed.output.axes.queries)
-    return any(factors and not queries.intersection(factor.axis for factor in factors) for factors in others)
-
-
-def is_part(followed: FollowedOutput, layout: HeadLayout | None = None) -> bool:
-    """Return True if a tensor contains all values of an attention output, but only some elements of another axis, which
-    may be the heads. Axes of queries cannot be the heads; nor can the first axis, if another axis is known to be the
-    heads.
-
-    Args:
-        followed: the tensor.
-        layout: layout of the heads; None if it is unknown.
-    """
-    output, factors = followed.output, [factor for factors in followed.axes for factor in factors]
-    if any(factor.axis == OTHER for factor in factors):
-        return False
-    covered = [prod(factor.size for factor in factors if factor.axis == axis) for axis in range(len(output.shape))]
-    first = 0 if layout is None or layout.head_count == 1 else 1
-    lacks = [axis for axis in range(first, len(covered)) if covered[axis] < output.shape[axis]]
-    return output.axes.value not in lacks and not set(lacks) <= set(output.axes.queries)
-
-
-def is_multiplied(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
-    """Return True if a function multiplies an attention output with another activation, and sums over the output's
-    queries or values. Products of several matrices of attention weights are an example.
-    """
-    if call.function not in PRODUCTS:
-        return False
-    contraction = contraction_of(call.function, call.args, call.kwargs)
-    if contraction is None or not any(operand is tensor for operand in contraction.operands):
-        return False
-    if any(is_parameter(operand) for operand in contraction.operands):
-        return False
-    output = followed.output
-    for label, factors in zip(contraction.labels_of(tensor), followed.axes, strict=True):
-        origins = {factor.axis for factor in factors}
-        is_of_rows = bool(origins.intersection(output.axes.queries)) or origins == {output.axes.value}
-        if label in contraction.summed and is_of_rows:
-            return True
-    return False
-
-
-def sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
-    """Return True if a function call sums a tensor over an axis along which several tensors were joined, as by
-    `torch.stack`, and keeps the axis of the values. The attention output from which the tensor was computed does not
-    have the joining axis itself.
-    """
-    if call.function in SUMS:
-        dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis"))
-        dims = range(tensor.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
-        summed = {dim % tensor.ndim for dim in dims}
-    elif call.function in PRODUCTS:
-        contraction = contraction_of(call.function, call.args, call.kwargs)
-        if contraction is None or not any(operand is tensor for operand in contraction.operands):
-            return False
-        labels = contraction.labels_of(tensor)
-        summed = {axis for axis, label in enumerate(labels) if label in contraction.summed}
-    else:
-        return False
-    of_sum = {factor.axis for axis in summed for factor in followed.axes[axis]}
-    kept = {factor.axis for axis in range(tensor.ndim) if axis not in summed for factor in followed.axes[axis]}
-    return OTHER in of_sum and followed.output.axes.value in kept
-
-
-def axes_after_function(
-    call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Any
-) -> list[tuple[Tensor, Axes]]:
-    """Return the tensors in the `result` of a function call that contain the values of an attention output. Each comes
-    with its axes, written as parts of the output's axes. `argument` is the argument that was computed from the output.
-    """
-    if call.function in CONCATENATIONS and result.ndim == argument.ndim:
-        return [(result, _concatenated(followed.axes, _axis_of(call, argument.ndim), result))]
-    if call.function is torch.stack and result.ndim == argument.ndim + 1:
-        axis = _axis_of(call, result.ndim)
-        return [(result, (*followed.axes[:axis], other_axis(result.shape[axis]), *followed.axes[axis:]))]
-    if call.function not in PRODUCTS:
-        known = axes_after(call, followed.axes, argument, result)
-        if call.function in VIEWS and not moves_elements(call):
-            return known
-        results = list(result) if isinstance(result, list | tuple) else [result]
-        numbers = [next(i for i, each in enumerate(results) if each is tensor) for tensor, _ in known]
-        is_one = isinstance(result, Tensor)
-        return [
-            (tensor, _in_place(call, followed, argument, tensor, axes, None if is_one else number))
-            for number, (tensor, axes) in zip(numbers, known, strict=True)
-        ]
-    contraction = contraction_of(call.function, call.args, call.kwargs)
-    if contraction is None or not any(operand is argument for operand in contraction.operands):
-        return []
-    factors = dict(zip(contraction.labels_of(argument), followed.axes, strict=True))
-    axes = tuple(
-        factors[label] if label in factors else other_axis(size)
-        for label, size in zip(contraction.result, result.shape, strict=True)
-    )
-    has_values = any(factor.axis == followed.output.axes.value for factors in axes for factor in factors)
-    return [(result, axes)] if has_values else []
-
-
-def _in_place(
-    call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Tensor, axes: Axes, number: int | None
-) -> Axes:
-    """Return the `axes` of the `result` of a function that may move or mix elements. An axis along which it does so is
-    marked as unrelated to the attention output. Axes of queries are never marked, since the output projection is the
-    same for all queries.
-
-    Args:
-        call: call of the function.
-        followed: the argument, which was computed from an attention output.
-        argument: the argument.
-        result: tensor that the function computed.
-        axes: axes of the result, if the function moves nothing.
-        number: number of the tensor among the results; None if the function computes one tensor.
-    """
-    queries, kept = set(followed.output.axes.queries), list(axes)
-    for axis, factors in enumerate(axes):
-        if {factor.axis for factor in factors} <= queries | {OTHER}:
-            continue
-        if not keeps_places(call, argument, number, axis - result.ndim):
-            kept[axis] = other_axis(result.shape[axis])
-    return tuple(kept)
-
-
-def _concatenated(axes: Axes, axis: int, result: Tensor) -> Axes:
-    """Return the axes of the `result` of a concatenation along `axis`, from the `axes` of one of the concatenated
-    tensors. The result has the same kind of elements along `axis` (queries, heads or sequences), but more of them.
-    """
-    origins, size = {factor.axis for factor in axes[axis]}, result.shape[axis]
-    longer = (Factor(origins.pop(), 1, size),) if len(origins) == 1 and size > 1 else other_axis(size)
-    return (*axes[:axis], longer, *axes[axis + 1 :])
-
-
-def concatenates(call: FunctionCall, tensor: Tensor, followed: FollowedOutput, axis: int) -> bool:
-    """Return True if a concatenation joins `tensor` with others along the axis that corresponds to `axis` of the
-    attention output.
-    """
-    return any(factor.axis == axis for factor in followed.axes[_axis_of(call, tensor.ndim)])
-
-
-def _axis_of(call: FunctionCall, axes: int) -> int:
-    """Return the axis along which a function call concatenates or stacks tensors, as a number from 0. `axes` is the
-    number of axes of its result.
-    """
-    dim: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
-    return dim % axes
-
-
-def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]], result: Any) -> bool:
-    """Return True if scaling the attention outputs among the arguments scales the `result` of a function call by the
-    same factor. To test this, the call is repeated with the outputs times -2. Norms, logarithms and sums with other
-    tensors are not linear. Return False if the test is not possible.
-
-    Args:
-        call: the call.
-        outputs: arguments of the call that were computed from attention outputs, with these outputs.
-        result: what the function returned.
-    """
-    tensors, name = [tensor for tensor, _ in outputs], getattr(call.function, "__name__", "")
-    others = [other for other in call.tensors if not any(other is tensor for tensor in tensors)]
-    if any(_depends_on(other, *pair) for other in others for pair in outputs):
-        return False
-    if name in DROPOUT_NAMES:
-        return True
-    if any(result is tensor for tensor in tensors) and name not in ASSIGNMENTS_IN_PLACE:
-        is_sum = name in SUMS_IN_PLACE and not others and len({id(tensor) for tensor in tensors}) > 1
-        return is_sum or (name in PRODUCTS_IN_PLACE and len({id(tensor) for tensor in tensors}) == 1)
-    if not isinstance(result, Tensor) or result.is_meta or "out" in call.kwargs or has_no_numbers():
-        return False
-    scaled, *others_scaled = {id(tensor): tensor for tensor in tensors}.values()
-    repeated_call = call
-    for tensor in others_scaled:
-        repeated_call = repeated_call.replaced(tensor, tensor.detach() * -2)
-    result = result.detach()
-    difference = repeated(repeated_call, scaled, scaled.detach() * -2, None) + 2 * result
-    largest, most = (each.abs().nan_to_num().amax() for each in (difference, result))
-    return bool(largest <= torch.finfo(result.dtype).eps ** 0.5 * most)
-
-
-def _depends_on(other: Tensor, tensor: Tensor, output: AttentionOutput) -> bool:
-    """Return True if the tensor `other` depends on the same attention output from which `tensor` was computed."""
-    trace = current_trace()
-    lineage, module_calls = trace.lineage, trace.module_calls
-    before = output.origins.q.sources | output.origins.v.sources
-    of_output = lineage.origin(tensor, module_calls).sources & ~before & lineage.mixing
-    return bool(lineage.origin(other, module_calls).sources & of_output)
-
-
-def may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:
-    """Return True if the axes `features` of a tensor may contain heads of an attention output, although it is unknown
-    which part of these axes is the heads. Two conditions must be true. First, the axes contain the values of the
-    output. Second, other axes still contain queries, or the axes `features` also contain elements of another tensor,
-    as after stacking several outputs.
-    """
-    output, origins = followed.output, [{factor.axis for factor in factors} for factors in followed.axes]
-    of_features = set[int]().union(*(origins[axis] for axis in features))
-    of_others = set[int]().union(*(each for axis, each in enumerate(origins) if axis not in features))
-    has_queries_left = bool(of_others.intersection(output.axes.queries))
-    return output.axes.value in of_features and (has_queries_left or OTHER in of_features)
-
-
-def is_joined(followed: FollowedOutput, features: list[int]) -> bool:
-    """Return True if the axes `features` of a tensor contain the values of an attention output and further features,
-    which were concatenated with them.
-    """
-    value, factors = followed.output.axes.value, [factor for axis in features for factor in followed.axes[axis]]
-    return prod(factor.size for factor in factors if factor.axis == value) > followed.output.shape[value]
-
-
-def refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutput]]) -> None:
-    """Exclude attention outputs from the results if a function call adds them to each other, or selects elements from
-    several of them, before the output projection. Their heads then share columns of the projection, so that no head can
-    be observed alone. The same rule applies to parts of one output.
-
-    Args:
-        call: the call.
-        arguments: arguments of the call that were computed from attention outputs.
-    """
-    is_in_parts = call.function in ASSIGNMENT and all(
-        each.is_written and any(factor.axis == OTHER for factors in each.axes for factor in factors)
-        for tensor, each in arguments
-        if tensor is call.args[0]
-    )
-    are_apart = is_in_parts or call.function in CONCATENATIONS | STACKS | PRODUCTS
-    for (tensor, followed), (other_tensor, other) in combinations(arguments, 2):
-        is_projected = followed.output.is_projected or other.output.is_projected
-        if tensor is other_tensor:
-            are_added = not is_projected and sums_stack(call, tensor, followed)
-        else:
-            is_same = followed.output is other.output
-            are_parts = is_same and not is_projected and (is_part(followed) or is_part(other))
-            are_added = not are_apart and (are_parts or followed.output.is_other_softmax_of(other.output))
-        if are_added:
-            followed.output.refuse(ADDED)
-            other.output.refuse(ADDED)
-
-
-def refuse_concatenated_heads(call: FunctionCall) -> None:
-    """Exclude attention outputs from the results if a function call concatenates them as features and each may be a
-    single head or a group of heads. That may be so if they are parts of one output, or outputs of several attention
-    calls in one module call. Also exclude an output that was already reported if parts of it are concatenated along its
-    heads, since the order of the heads may then change.
-    """
-    outputs: list[AttentionOutput] = []
-    reported: list[tuple[AttentionOutput, bool]] = []
-    for tensor in call.tensors:
-        for followed in current_trace().attention.outputs.get(tensor) or ():
-            output = followed.output
-            if output.axis_of_heads is not None:
-                joins_heads = concatenates(call, tensor, followed, output.axis_of_heads)
-                if any(each is output and (joins_heads or other) for each, other in reported):
-                    output.refuse(HEADS_UNKNOWN)
-                reported.append((output, joins_heads))
-            if output.is_reported or features_of(call, tensor, followed) is None:
-                continue
-            others = [each for each in outputs if each is output or output.is_other_head_of(each, as_features=True)]
-            for each in [output, *others] if others else ():
-                each.refuse(HEADS_SEPARATE)
-            outputs.append(output)
-
-
-_RESHAPING = frozenset(
-    {"transpose_", "t_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "resize_as_", "as_strided_"}
-)
-"""Names of methods that change the axes of a tensor in place."""
-
-
-def _before_overwriting(call: FunctionCall) -> None:
-    """If a function call is about to overwrite an attention output in place, first write the interceptors' changes into
-    this output. If the model may also use a view of a part of the same memory, exclude the output from the results.
-    """
-    written = overwritten_tensor(call)
-    trace = current_trace()
-    for followed in [] if written is None else list(trace.attention.outputs.get(written) or ()):
-        assert written is not None
-        followed.output.on_overwritten(written)
-        if getattr(call.function, "__name__", "") in _RESHAPING:
-            followed.output.refuse(HEADS_UNKNOWN)
-            continue
-        changed = followed.changed()
-        if changed is None:
-            continue
-        aliases = [
-            (other, all_followed)
-            for other, all_followed in trace.attention.outputs.items()
-            if share_memory(other, written)
-        ]
-        if any(other.numel() != written.numel() for other, _ in aliases):
-            followed.output.refuse(CHANGED_IN_PLACE)
-            continue
-        with trace.paused():
-            written.copy_(changed)
-        for other, all_followed in aliases:
-            trace.attention.outputs.set(other, [_changed_already(each, followed) for each in all_followed])
-
-
-def _changed_already(each: FollowedOutput, followed: FollowedOutput) -> FollowedOutput:
-    """Return the record `each` of a tensor, marked as containing the interceptors' changes, if it was computed from the
-    same attention output as `followed`. Otherwise return it unchanged.
-    """
-    return replace(each, rearranged=None) if each.output is followed.output else each
-
-
 REARRANGEMENTS = VIEWS | COPIES
 """Functions after which a change of the output can still be made, by repeating them with the changed output."""
 
+_PRODUCTS_IN_PLACE = frozenset({"mul_", "__imul__", "multiply_", "div_", "__itruediv__", "divide_", "neg_"})
+_SUMS_IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__"})
+_ASSIGNMENTS_IN_PLACE = frozenset({"__setitem__", "masked_fill_", "index_fill_", "index_copy_", "index_put_"})
+"""Functions that overwrite some elements of a tensor by others, so that a second call changes nothing."""
+
+_RESHAPING_IN_PLACE = frozenset(
+    {"transpose_", "t_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "resize_as_", "as_strided_"}
+)
+_STACKS: frozenset[Callable[..., Any]] = frozenset({torch.stack, torch.hstack, torch.vstack, torch.dstack})
+_SUMS: frozenset[Callable[..., Any]] = frozenset({torch.sum, Tensor.sum, torch.mean, Tensor.mean})
+
 Arguments = list[tuple[Tensor, FollowedOutput]]
 """Arguments of a function call that were computed from attention outputs, each with how it was computed."""
-
-
-@dataclass(frozen=True)
-class OutputStep:
-    """One function call through which an attention output is followed. It has one argument that was computed from the
-    output, and results that may contain the output's elements.
-
-    Attributes:
-        call: the call.
-        argument: the argument, which was computed from the output.
-        followed: how it was computed.
-        result: what the function returned.
-        tensors: tensors in the result that contain elements of the output, with the axes of the output in them.
-    """
-
-    call: FunctionCall
-    argument: Tensor
-    followed: FollowedOutput
-    result: Any
-    tensors: list[tuple[Tensor, Axes]]
-
-    @classmethod
-    def of(cls, call: FunctionCall, argument: Tensor, followed: FollowedOutput, result: Any) -> "OutputStep":
-        """Return a record of a function call through which an attention output is followed. `argument` was computed
-        from this output, as `followed` states; `result` is what the function returned.
-        """
-        return cls(call, argument, followed, result, axes_after_function(call, followed, argument, result))
-
-    @property
-    def is_last(self) -> bool:
-        """True if no result of the function call contains the attention output in a form that can be followed
-        further.
-        """
-        return not self.tensors and self.argument.numel() > 0
-
-    @property
-    def loses_values(self) -> bool:
-        """True if the function call removes the output's axis of values: it is in the argument and in none of the
-        results.
-        """
-        return self._loses(self.followed.output.axes.value)
-
-    @property
-    def moves_heads(self) -> bool:
-        """True if this function call may have moved elements of the attention output from one head to another."""
-        output = self.followed.output
-        if not self._moves_elements:
-            return False
-        may_lose_heads = output.axis_of_heads is not None and self._loses(output.axis_of_heads)
-        return may_lose_heads or (self.loses_values and not output.is_reported)
-
-    @property
-    def _moves_elements(self) -> bool:
-        """True if the function moves elements along an axis, or returns a tensor of the same shape with a possibly
-        changed order.
-        """
-        is_same_shape = all(tensor.shape == self.argument.shape for tensor, _ in self.tensors)
-        keeps_order = self.call.function in VIEWS or may_project(self.call)
-        return moves_elements(self.call) or (is_same_shape and not keeps_order)
-
-    def _loses(self, axis: int) -> bool:
-        """Return True if the function call removes an axis of the attention output: it is in the argument and in none
-        of the results. Return False if no result can be followed.
-        """
-
-        def is_in(axes: Axes) -> bool:
-            return any(factor.axis == axis for factors in axes for factor in factors)
-
-        return bool(self.tensors) and is_in(self.followed.axes) and not any(is_in(axes) for _, axes in self.tensors)
-
-    def followed_results(self, arguments: Arguments) -> Iterator[tuple[Tensor, FollowedOutput]]:
-        """Yield each result of the function call that contains elements of the attention output, with a record of how
-        it was computed from the output.
-
-        Args:
-            arguments: all arguments of the call that were computed from attention outputs.
-        """
-        call, output = self.call, self.followed.output
-        keeps_factors = bool(self.tensors) and self.followed.is_linear and self._keeps_factors(arguments)
-        for index, (tensor, axes) in enumerate(self.tensors):
-            rearranged = self._rearranged(index if isinstance(self.result, list | tuple) else None)
-            yield tensor, FollowedOutput(output, axes, rearranged, keeps_factors, call.function in ASSIGNMENT)
-
-    def _keeps_factors(self, arguments: Arguments) -> bool:
-        """Return True if scaling the attention output by a factor scales the result of this function call by the same
-        factor. Outputs of the same layer among the `arguments` are scaled together. Return True without a test if no
-        interceptor may change the output.
-        """
-        call, output = self.call, self.followed.output
-        if not output.may_change or call.function in REARRANGEMENTS | CONCATENATIONS:
-            return True
-        if call.function in ASSIGNMENT and all(argument is not call.args[0] for argument, _ in arguments):
-            return True
-        of_layer = [(argument, each.output) for argument, each in arguments if each.output.is_of_layer(output)]
-        return is_linear(call, of_layer, self.result)
-
-    def _rearranged(self, index: int | None) -> Callable[[Tensor], Tensor] | None:
-        """Return the function that computes one result of the call from the original attention output. Return None if
-        any function on the way did more than rearrange elements.
-
-        Args:
-            index: number of the tensor in the result; None if the function returned one tensor.
-        """
-        before = self.followed.rearranged
-        if before is None or not self.followed.output.may_change or self.call.function not in REARRANGEMENTS:
-            return None
-        repeat = self.call.as_function_of(self.argument)
-
-        def rearranged(tensor: Tensor) -> Tensor:
-            result = repeat(before(tensor))
-            after: Tensor = result if index is None else result[index]
-            return after
-
-        return rearranged
-
-
-def take_note_of_merged_axis(followed: FollowedOutput) -> None:
-    """Store the layout of the heads that a reshaped attention output suggests. If one axis of the tensor consists of
-    the values and another axis of the output, this other axis is probably the heads.
-    """
-    output = followed.output
-    axis = merged_axis(followed.axes, output.axes.value)
-    if axis is not None:
-        layout = layout_of(followed, [axis])
-        output.is_lost |= layout is None
-        output.merged = layout or output.merged
 
 
 def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
@@ -558,7 +87,7 @@ def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
         trace.attention.pending.append(output)
         trace.attention.may_change |= output.may_change
         followed = FollowedOutput(output, axes_of(tensor.shape), lambda other: other)
-        trace.attention.outputs.set(tensor, [*(trace.attention.outputs.get(tensor) or ()), followed])
+        trace.attention.outputs.set(tensor, [*_followed(tensor), followed])
         return tensor
     *others, queries, value = range(tensor.ndim)
     axis_of_heads = (Factor(others[-1], 1, heads),) if heads > 1 else ()
@@ -581,24 +110,60 @@ def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins, number:
     trace.attention.outputs.set(out, [FollowedOutput(output, axes_of(out.shape), None)])
 
 
+def lose_outputs() -> None:
+    """Record that no attention output so far can be followed any further. This is called inside function transforms
+    such as `torch.vmap`, where the model works with other tensor objects.
+    """
+    for output in current_trace().attention.pending:
+        output.is_lost = True
+
+
+def refuse_multiplied(*tensors: Tensor) -> None:
+    """Exclude from the results those attention outputs that are among `tensors`, the inputs of another attention call,
+    unless their heads are established: such an output is only a factor in the computation of that call.
+    """
+    for tensor in tensors:
+        for followed in _followed(tensor):
+            if not followed.output.is_established:
+                followed.output.refuse(MULTIPLIED)
+
+
+def report_established() -> None:
+    """Report to the interceptors all attention calls whose axis of heads is established. Calls that may be one of
+    several heads of a module are not reported before the module ends.
+    """
+    attention = current_trace().attention
+    attention.pending = [
+        output
+        for output in attention.pending
+        if output.may_be_one_head or not (output.is_established and output.finish())
+    ]
+
+
+def _followed(tensor: Tensor) -> list[FollowedOutput]:
+    return current_trace().attention.outputs.get(tensor) or []
+
+
+# -- before a function ------------------------------------------------------------------------------------------------
+
+
 def before_function(call: FunctionCall) -> FunctionCall:
     """Process the arguments of a torch function before the model calls it. If an argument is an attention output, and
     the function does more than rearrange this output, record how the function uses it: a linear map, for example, shows
     which axes are the heads. Return the call. If an interceptor changes the attention output, the changed tensor
     replaces the output in the arguments of the returned call.
     """
-    trace = current_trace()
-    if not trace.attention.outputs or (call.function in REARRANGEMENTS and not _loses_changes(call)):
+    if not current_trace().attention.outputs or (call.function in REARRANGEMENTS and not _loses_changes(call)):
         return call
     _before_overwriting(call)
     if call.function in CONCATENATIONS:
-        refuse_concatenated_heads(call)
+        _refuse_concatenated_heads(call)
     for tensor in call.tensors:
-        for followed in trace.attention.outputs.get(tensor) or ():
-            features = features_of(call, tensor, followed)
+        for followed in _followed(tensor):
+            features = _features_of(call, tensor, followed)
             if features is not None and call.function not in CONCATENATIONS:
                 followed.output.on_projected([other for other in call.tensors if is_parameter(other)])
-            if is_multiplied(call, tensor, followed) and not followed.output.is_established:
+            if _is_multiplied(call, tensor, followed) and not followed.output.is_established:
                 followed.output.refuse(MULTIPLIED)
             elif features is not None and not followed.output.is_reported:
                 _establish(followed, features)
@@ -615,85 +180,400 @@ def _loses_changes(call: FunctionCall) -> bool:
     """Return True if a function such as `reshape` rearranges an attention output in a way that cannot be followed. An
     interceptor must then change the output before this call.
     """
-    if call.function not in VIEWS:
+    if call.function not in VIEWS or not call.tensors:
         return False
-    tensor = call.tensors[0] if call.tensors else None
-    all_followed = () if tensor is None else current_trace().attention.outputs.get(tensor) or ()
-    return tensor is not None and any(
-        followed.output.may_change and has_unknown_axes(call, followed.axes, tensor) for followed in all_followed
-    )
+    tensor = call.tensors[0]
+    return any(each.output.may_change and has_unknown_axes(call, each.axes, tensor) for each in _followed(tensor))
 
 
-def lose_outputs() -> None:
-    """Record that no attention output so far can be followed any further. This is called inside function transforms
-    such as `torch.vmap`, where the model works with other tensor objects.
+def _before_overwriting(call: FunctionCall) -> None:
+    """If a function call is about to overwrite an attention output in place, first write the interceptors' changes into
+    this output: the model keeps the tensor. If it may also use a view of a part of the same memory, exclude the output
+    from the results.
     """
-    for output in current_trace().attention.pending:
-        output.is_lost = True
+    written, outputs = overwritten_tensor(call), current_trace().attention.outputs
+    for followed in [] if written is None else list(_followed(written)):
+        assert written is not None
+        followed.output.on_overwritten(written)
+        if getattr(call.function, "__name__", "") in _RESHAPING_IN_PLACE:
+            followed.output.refuse(HEADS_UNKNOWN)
+            continue
+        changed = followed.changed()
+        if changed is None:
+            continue
+        aliases = [(other, records) for other, records in outputs.items() if share_memory(other, written)]
+        if any(other.numel() != written.numel() for other, _ in aliases):
+            followed.output.refuse(CHANGED_IN_PLACE)
+            continue
+        with current_trace().paused():
+            written.copy_(changed)
+        for other, records in aliases:
+            is_changed = [each.output is followed.output for each in records]
+            pairs = zip(records, is_changed, strict=True)
+            outputs.set(other, [replace(each, rearranged=None) if now else each for each, now in pairs])
 
 
-def refuse_multiplied(*tensors: Tensor) -> None:
-    """Exclude from the results those attention outputs that are among `tensors`, the inputs of another attention call.
-    Such an output is only a factor in the computation of that call, not the final output of a head. Outputs whose heads
-    are already established are not excluded.
+def _refuse_concatenated_heads(call: FunctionCall) -> None:
+    """Exclude attention outputs from the results if a function call concatenates them as features and each may be a
+    single head or a group of heads. That may be so if they are parts of one output, or outputs of several attention
+    calls in one module call. Also exclude an output that was already reported if parts of it are concatenated along its
+    heads, since the order of the heads may then change.
     """
-    for tensor in tensors:
-        for followed in current_trace().attention.outputs.get(tensor) or ():
-            if not followed.output.is_established:
-                followed.output.refuse(MULTIPLIED)
+    outputs: list[AttentionOutput] = []
+    reported: list[tuple[AttentionOutput, bool]] = []
+    for tensor in call.tensors:
+        for followed in _followed(tensor):
+            output = followed.output
+            if output.axis_of_heads is not None:
+                joined = followed.axes[_axis_of(call, tensor.ndim)]
+                joins_heads = any(factor.axis == output.axis_of_heads for factor in joined)
+                if any(each is output and (joins_heads or other) for each, other in reported):
+                    output.refuse(HEADS_UNKNOWN)
+                reported.append((output, joins_heads))
+            if output.is_reported or _features_of(call, tensor, followed) is None:
+                continue
+            others = [each for each in outputs if each is output or output.is_other_head_of(each, as_features=True)]
+            for each in [output, *others] if others else ():
+                each.refuse(HEADS_SEPARATE)
+            outputs.append(output)
+
+
+def _features_of(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> list[int] | None:
+    """Return the axes of `tensor` that a function call uses as the features of all heads, such as the axis that a
+    linear layer maps. Return None if the function uses no axes in this way.
+    """
+    output, is_map = followed.output, call.function is F.linear or call.function in CONVOLUTIONS
+    if call.function in CONCATENATIONS:
+        features = [_axis_of(call, tensor.ndim)]
+    else:
+        product = product_with(call, tensor)
+        if product is None:
+            return None
+        others = [operand for operand in product.operands if operand is not tensor]
+        if not is_map and not all(is_parameter(other) or other.ndim == 2 < tensor.ndim for other in others):
+            return None
+        if product.shared_by_all:  # another map for each head
+            return None
+        features = [axis for axis, label in enumerate(product.labels_of(tensor)) if label in product.summed]
+    origins = {factor.axis for axis in features for factor in followed.axes[axis]}
+    has_one_value = output.shape[output.axes.value] == 1 and (is_map or features == [tensor.ndim - 1])
+    is_of_values = output.axes.value in origins or has_one_value
+    is_of_queries = call.function not in CONCATENATIONS and bool(origins.intersection(output.axes.queries))
+    return features if is_of_values or is_of_queries else None
+
+
+def _is_multiplied(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
+    """Return True if a function multiplies an attention output with another activation, and sums over the output's
+    queries or values. Products of several matrices of attention weights are an example.
+    """
+    product, output = product_with(call, tensor), followed.output
+    if product is None or any(map(is_parameter, product.operands)):
+        return False
+    summed = [
+        {factor.axis for factor in factors}
+        for label, factors in zip(product.labels_of(tensor), followed.axes, strict=True)
+        if label in product.summed
+    ]
+    return any(origins.intersection(output.axes.queries) or origins == {output.axes.value} for origins in summed)
+
+
+def _establish(followed: FollowedOutput, features: list[int]) -> None:
+    """Set the layout of the heads of an attention output, since the model has just used the axes `features` of a tensor
+    as the features of all heads. `followed` states how this tensor was computed from the output. If the layout is
+    contradictory or unknown, exclude the attention call from the results.
+    """
+    output, layout, pending = followed.output, _layout_of(followed, features), current_trace().attention.pending
+    others = [each for each in pending if each is not output]
+    value, factors = output.axes.value, [factor for axis in features for factor in followed.axes[axis]]
+    if output.may_change and not followed.is_linear:
+        output.refuse(NOT_LINEAR)
+    elif layout is not None:
+        may_hide = layout.head_count == 1 and _may_hide_heads(followed, features)
+        output.establish(layout, may_hide_heads=may_hide or _is_part(followed, layout))
+        others = [each for each in others if output.is_other_head_of(each, as_features=False)]
+        for each in [output, *others] if others else ():
+            each.refuse(HEADS_SEPARATE)
+    elif output.is_established and prod(each.size for each in factors if each.axis == value) > output.shape[value]:
+        return  # the function that joined it with other features has shown the layout
+    elif _may_contain_heads(followed, features):
+        output.refuse(HEADS_SEPARATE if any(map(output.is_other_call_of, others)) else HEADS_UNKNOWN)
+    else:
+        output.refuse(NOT_OVER_KEYS if output.axes.queries else NO_QUERIES)
+
+
+def _layout_of(followed: FollowedOutput, features: list[int]) -> HeadLayout | None:
+    output = followed.output
+    return merged_layout(followed.axes, features, output.shape, output.axes.value, output.axes.queries)
+
+
+def _may_hide_heads(followed: FollowedOutput, features: list[int]) -> bool:
+    """Return True if a tensor may have an axis of heads that the model merges with the values later. Such an axis
+    contains no queries, is not the first one, and is not among `features`.
+    """
+    others = [factors for axis, factors in enumerate(followed.axes) if axis and axis not in features]
+    queries = set(followed.output.axes.queries)
+    return any(factors and not queries.intersection(factor.axis for factor in factors) for factors in others)
+
+
+def _may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:
+    """Return True if the axes `features` of a tensor may contain heads of an attention output, although it is unknown
+    which part of these axes is the heads. Two conditions must be true. First, the axes contain the values of the
+    output. Second, other axes still contain queries, or the axes `features` also contain elements of another tensor,
+    as after stacking several outputs.
+    """
+    output, origins = followed.output, [{factor.axis for factor in factors} for factors in followed.axes]
+    of_features = set[int]().union(*(origins[axis] for axis in features))
+    of_others = set[int]().union(*(each for axis, each in enumerate(origins) if axis not in features))
+    has_queries_left = bool(of_others.intersection(output.axes.queries))
+    return output.axes.value in of_features and (has_queries_left or OTHER in of_features)
+
+
+def _is_part(followed: FollowedOutput, layout: HeadLayout | None = None) -> bool:
+    """Return True if a tensor contains all values of an attention output, but only some elements of another axis, which
+    may be the heads. Axes of queries cannot be the heads; nor can the first axis, if another axis is known to be the
+    heads, by `layout`.
+    """
+    output, factors = followed.output, [factor for factors in followed.axes for factor in factors]
+    if any(factor.axis == OTHER for factor in factors):
+        return False
+    covered = [prod(factor.size for factor in factors if factor.axis == axis) for axis in range(len(output.shape))]
+    first = 0 if layout is None or layout.head_count == 1 else 1
+    lacks = [axis for axis in range(first, len(covered)) if covered[axis] < output.shape[axis]]
+    return output.axes.value not in lacks and not set(lacks) <= set(output.axes.queries)
+
+
+# -- after a function -------------------------------------------------------------------------------------------------
 
 
 def after_function(call: FunctionCall, result: Any) -> None:
     """Follow attention outputs through a function call of the model. If the `result` contains elements of an output,
     perhaps rearranged or scaled, it is recorded as computed from that output.
     """
-    trace = current_trace()
-    if not trace.attention.outputs or call.function in CONSTANTS:
+    outputs = current_trace().attention.outputs
+    if not outputs or call.function in CONSTANTS:
         return
     result, written = written_by(call, result), overwritten_tensor(call)
     if isinstance(result, Tensor) and result.dtype == torch.bool:  # a comparison
         return
-    arguments = _followed_arguments(call)
-    if arguments:
-        refuse_added(call, arguments)
-    by_result: dict[int, tuple[Tensor, list[FollowedOutput]]] = {}
-    for argument, followed in arguments:
-        step = OutputStep.of(call, argument, followed, result)
-        is_in_another = written is not None and written is not argument  # perhaps in a view of it
-        followed.output.is_lost |= is_in_another or step.is_last
-        if call.function in ASSIGNMENT and step.loses_values:
-            continue
-        if step.moves_heads:
-            followed.output.refuse(HEADS_UNKNOWN)
-        for tensor, after in step.followed_results(arguments):
-            by_result.setdefault(id(tensor), (tensor, []))[1].append(after)
-            take_note_of_merged_axis(after)
-    for tensor, all_followed in by_result.values():
-        trace.attention.outputs.set(tensor, all_followed)
-
-
-def _followed_arguments(call: FunctionCall) -> Arguments:
-    """Return the arguments of a function call that were computed from attention outputs, each with a record of how it
-    was computed.
-    """
-    return [
+    arguments = [
         (argument, followed)
         for position, argument in enumerate(call.tensors)
         if not position or call.function not in VIEWS  # `expand_as` uses only the shape of another tensor
-        for followed in current_trace().attention.outputs.get(argument) or ()
+        for followed in _followed(argument)
     ]
+    _refuse_added(call, arguments)
+    by_result: dict[int, tuple[Tensor, list[FollowedOutput]]] = {}
+    for argument, followed in arguments:
+        output, tensors = followed.output, _axes_after(call, followed, argument, result)
+        is_in_another = written is not None and written is not argument  # perhaps in a view of it
+        output.is_lost |= is_in_another or (not tensors and argument.numel() > 0)
+        loses_values = _loses(output.axes.value, followed, tensors)
+        if call.function in ASSIGNMENT and loses_values:
+            continue
+        loses_heads = output.axis_of_heads is not None and _loses(output.axis_of_heads, followed, tensors)
+        if (loses_heads or (loses_values and not output.is_reported)) and _may_move(call, argument, tensors):
+            output.refuse(HEADS_UNKNOWN)
+        is_linear = bool(tensors) and followed.is_linear and _keeps_factors(call, output, arguments, result)
+        for index, (tensor, axes) in enumerate(tensors):
+            number = index if isinstance(result, list | tuple) else None
+            rearranged = _rearranged(call, argument, followed, number)
+            after = FollowedOutput(output, axes, rearranged, is_linear, call.function in ASSIGNMENT)
+            by_result.setdefault(id(tensor), (tensor, []))[1].append(after)
+            axis = merged_axis(axes, output.axes.value)
+            if axis is not None:  # the values are merged with another axis, which is probably the heads
+                layout = _layout_of(after, [axis])
+                output.is_lost |= layout is None
+                output.merged = layout or output.merged
+    for tensor, all_followed in by_result.values():
+        outputs.set(tensor, all_followed)
 
 
-def report_established() -> None:
-    """Report to the interceptors all attention calls whose axis of heads is established. Calls that may be one of
-    several heads of a module are not reported before the module ends.
+def _loses(axis: int, followed: FollowedOutput, tensors: list[tuple[Tensor, Axes]]) -> bool:
+    """Return True if a function call removes an `axis` of an attention output: it is in the argument `followed` and in
+    none of the results, `tensors`. Return False if no result can be followed.
     """
-    trace = current_trace()
-    trace.attention.pending = [
-        output
-        for output in trace.attention.pending
-        if output.may_be_one_head or not (output.is_established and output.finish())
-    ]
+
+    def is_in(axes: Axes) -> bool:
+        return any(factor.axis == axis for factors in axes for factor in factors)
+
+    return bool(tensors) and is_in(followed.axes) and not any(is_in(axes) for _, axes in tensors)
+
+
+def _may_move(call: FunctionCall, argument: Tensor, tensors: list[tuple[Tensor, Axes]]) -> bool:
+    """Return True if a function moves elements along an axis, or returns a tensor of the same shape with a possibly
+    changed order.
+    """
+    is_same_shape = all(tensor.shape == argument.shape for tensor, _ in tensors)
+    return moves_elements(call) or (is_same_shape and call.function not in VIEWS and not may_project(call))
+
+
+def _keeps_factors(call: FunctionCall, output: AttentionOutput, arguments: Arguments, result: Any) -> bool:
+    """Return True if scaling an attention output by a factor scales the `result` of a function call by the same factor.
+    Outputs of the same layer among the `arguments` are scaled together. Return True without a test if no interceptor
+    may change the output.
+    """
+    if not output.may_change or call.function in REARRANGEMENTS | CONCATENATIONS:
+        return True
+    if call.function in ASSIGNMENT and all(argument is not call.args[0] for argument, _ in arguments):
+        return True
+    return _is_linear(
+        call, [(argument, each.output) for argument, each in arguments if each.output.is_of_layer(output)], result
+    )
+
+
+def _rearranged(
+    call: FunctionCall, argument: Tensor, followed: FollowedOutput, number: int | None
+) -> Callable[[Tensor], Tensor] | None:
+    """Return the function that computes one result of a call from the original attention output: the result with this
+    `number`, or the only one. Return None if any function on the way did more than rearrange elements.
+    """
+    before = followed.rearranged
+    if before is None or not followed.output.may_change or call.function not in REARRANGEMENTS:
+        return None
+    repeat = call.as_function_of(argument)
+
+    def rearranged(tensor: Tensor) -> Tensor:
+        result = repeat(before(tensor))
+        after: Tensor = result if number is None else result[number]
+        return after
+
+    return rearranged
+
+
+def _axes_after(
+    call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Any
+) -> list[tuple[Tensor, Axes]]:
+    """Return the tensors in the `result` of a function call that contain the values of an attention output. Each comes
+    with its axes, written as parts of the output's axes. `argument` is the argument that was computed from the output.
+
+    An axis along which the function may move or mix elements is marked as unrelated to the output. Axes of queries are
+    never marked, since the output projection is the same for all queries.
+    """
+    queries = set(followed.output.axes.queries)
+    if call.function in CONCATENATIONS and result.ndim == argument.ndim:
+        return [(result, _concatenated(followed.axes, _axis_of(call, argument.ndim), result))]
+    if call.function is torch.stack and result.ndim == argument.ndim + 1:
+        axis = _axis_of(call, result.ndim)
+        return [(result, (*followed.axes[:axis], other_axis(result.shape[axis]), *followed.axes[axis:]))]
+    if call.function in PRODUCTS:
+        product = product_with(call, argument)
+        if product is None:
+            return []
+        axes = axes_of_product(product, argument, followed.axes, result)
+        has_values = any(factor.axis == followed.output.axes.value for factors in axes for factor in factors)
+        return [(result, axes)] if has_values else []
+    known = axes_after(call, followed.axes, argument, result)
+    if call.function in VIEWS and not moves_elements(call):
+        return known
+
+    def axes_in_place(tensor: Tensor, axes: Axes) -> Axes:
+        is_one = isinstance(result, Tensor)
+        number = None if is_one else next(index for index, each in enumerate(result) if each is tensor)
+        return tuple(
+            factors
+            if {factor.axis for factor in factors} <= queries | {OTHER}
+            or keeps_places(call, argument, number, axis - tensor.ndim)
+            else other_axis(tensor.shape[axis])
+            for axis, factors in enumerate(axes)
+        )
+
+    return [(tensor, axes_in_place(tensor, axes)) for tensor, axes in known]
+
+
+def _concatenated(axes: Axes, axis: int, result: Tensor) -> Axes:
+    """Return the axes of the `result` of a concatenation along `axis`, from the `axes` of one of the concatenated
+    tensors. The result has the same kind of elements along `axis` (queries, heads or sequences), but more of them.
+    """
+    origins, size = {factor.axis for factor in axes[axis]}, result.shape[axis]
+    longer = (Factor(origins.pop(), 1, size),) if len(origins) == 1 and size > 1 else other_axis(size)
+    return (*axes[:axis], longer, *axes[axis + 1 :])
+
+
+def _axis_of(call: FunctionCall, axes: int) -> int:
+    """Return the axis along which a function call concatenates or stacks tensors, of the `axes` of its result."""
+    dim: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
+    return dim % axes
+
+
+def _refuse_added(call: FunctionCall, arguments: Arguments) -> None:
+    """Exclude attention outputs from the results if a function call adds them to each other, or selects elements from
+    several of them, before the output projection. Their heads then share columns of the projection, so that no head can
+    be observed alone. The same rule applies to parts of one output.
+    """
+    is_in_parts = call.function in ASSIGNMENT and all(
+        each.is_written and any(factor.axis == OTHER for factors in each.axes for factor in factors)
+        for tensor, each in arguments
+        if tensor is call.args[0]
+    )
+    are_apart = is_in_parts or call.function in CONCATENATIONS | _STACKS | PRODUCTS
+    for (tensor, followed), (other_tensor, other) in combinations(arguments, 2):
+        is_projected = followed.output.is_projected or other.output.is_projected
+        if tensor is other_tensor:
+            are_added = not is_projected and _sums_stack(call, tensor, followed)
+        else:
+            is_same = followed.output is other.output
+            are_parts = is_same and not is_projected and (_is_part(followed) or _is_part(other))
+            are_added = not are_apart and (are_parts or followed.output.is_other_softmax_of(other.output))
+        if are_added:
+            followed.output.refuse(ADDED)
+            other.output.refuse(ADDED)
+
+
+def _sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
+    """Return True if a function call sums a tensor over an axis along which several tensors were joined, as by
+    `torch.stack`, and keeps the axis of the values. The attention output from which the tensor was computed does not
+    have the joining axis itself.
+    """
+    if call.function in _SUMS:
+        dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis"))
+        dims = range(tensor.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+        summed = {dim % tensor.ndim for dim in dims}
+    else:
+        product = product_with(call, tensor)
+        if product is None:
+            return False
+        summed = {axis for axis, label in enumerate(product.labels_of(tensor)) if label in product.summed}
+    of_sum = {factor.axis for axis in summed for factor in followed.axes[axis]}
+    kept = {factor.axis for axis in range(tensor.ndim) if axis not in summed for factor in followed.axes[axis]}
+    return OTHER in of_sum and followed.output.axes.value in kept
+
+
+def _is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]], result: Any) -> bool:
+    """Return True if scaling the attention outputs among the arguments scales the `result` of a function call by the
+    same factor. To test this, the call is repeated with the outputs times -2. Norms, logarithms and sums with other
+    tensors are not linear. Return False if the test is not possible. `outputs` has the arguments of the call that were
+    computed from attention outputs, with these outputs.
+    """
+    tensors, name = [tensor for tensor, _ in outputs], getattr(call.function, "__name__", "")
+    others = [other for other in call.tensors if not any(other is tensor for tensor in tensors)]
+    if any(_depends_on(other, *pair) for other in others for pair in outputs):
+        return False
+    if name in DROPOUT_NAMES:
+        return True
+    if any(result is tensor for tensor in tensors) and name not in _ASSIGNMENTS_IN_PLACE:
+        is_sum = name in _SUMS_IN_PLACE and not others and len({id(tensor) for tensor in tensors}) > 1
+        return is_sum or (name in _PRODUCTS_IN_PLACE and len({id(tensor) for tensor in tensors}) == 1)
+    if not isinstance(result, Tensor) or result.is_meta or "out" in call.kwargs or has_no_numbers():
+        return False
+    scaled, *others_scaled = {id(tensor): tensor for tensor in tensors}.values()
+    repeated_call = call
+    for tensor in others_scaled:
+        repeated_call = repeated_call.replaced(tensor, tensor.detach() * -2)
+    result = result.detach()
+    difference = repeated(repeated_call, scaled, scaled.detach() * -2, None) + 2 * result
+    largest, most = (each.abs().nan_to_num().amax() for each in (difference, result))
+    return bool(largest <= torch.finfo(result.dtype).eps ** 0.5 * most)
+
+
+def _depends_on(other: Tensor, tensor: Tensor, output: AttentionOutput) -> bool:
+    """Return True if the tensor `other` depends on the same attention output from which `tensor` was computed."""
+    lineage, module_calls = current_trace().lineage, current_trace().module_calls
+    before = output.origins.q.sources | output.origins.v.sources
+    of_output = lineage.origin(tensor, module_calls).sources & ~before & lineage.mixing
+    return bool(lineage.origin(other, module_calls).sources & of_output)
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
 
 
 def on_module_end(result: Any) -> Any:
@@ -729,61 +609,24 @@ def with_changes(tensors: Any, *, is_last: bool = False) -> Any:
     """
     if not current_trace().attention.may_change:
         return None
+
+    def changed_leaf(tensor: Tensor) -> Tensor:
+        for followed in _followed(tensor):
+            is_merged = merged_axis(followed.axes, followed.output.axes.value) is not None
+            changed = followed.changed() if is_merged or is_last else None
+            if changed is not None:
+                _follow_changed(changed, tensor, followed)
+                return changed
+        return tensor
+
     leaves, structure = pytree.tree_flatten(tensors)
-    changed = [_changed_leaf(leaf, is_last) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    changed = [changed_leaf(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     is_unchanged = all(new is old for new, old in zip(changed, leaves, strict=True))
     return None if is_unchanged else pytree.tree_unflatten(changed, structure)
 
 
-def _changed_leaf(tensor: Tensor, is_last: bool) -> Tensor:
-    """Return `tensor` with the interceptors' changes if it is an attention output whose heads are merged with the
-    values. At the end of the model (`is_last`), also change outputs whose heads are not merged. Return other tensors
-    unchanged.
-    """
-    for followed in current_trace().attention.outputs.get(tensor) or ():
-        is_merged = merged_axis(followed.axes, followed.output.axes.value) is not None
-        changed: Tensor | None = followed.changed() if is_merged or is_last else None
-        if changed is not None:
-            _follow_changed(changed, tensor, followed)
-            return changed
-    return tensor
-
-
-def _establish(followed: FollowedOutput, features: list[int]) -> None:
-    """Set the layout of the heads of an attention output, since the model has just used the axes `features` of a tensor
-    as the features of all heads. `followed` states how this tensor was computed from the output. If the layout is
-    contradictory or unknown, exclude the attention call from the results.
-    """
-    output, layout = followed.output, layout_of(followed, features)
-    if output.may_change and not followed.is_linear:
-        output.refuse(NOT_LINEAR)
-    elif layout is not None:
-        may_hide = layout.head_count == 1 and may_hide_heads(followed, features)
-        output.establish(layout, may_hide_heads=may_hide or is_part(followed, layout))
-        _refuse_separate_heads(output)
-    elif output.is_established and is_joined(followed, features):
-        return  # the function that joined it with other features has shown the layout
-    elif may_contain_heads(followed, features):
-        others = [each for each in current_trace().attention.pending if each is not output]
-        output.refuse(HEADS_SEPARATE if any(map(output.is_other_call_of, others)) else HEADS_UNKNOWN)
-    else:
-        output.refuse(NOT_OVER_KEYS if output.axes.queries else NO_QUERIES)
-
-
-def _refuse_separate_heads(output: AttentionOutput) -> None:
-    """Exclude an attention output from the results if other outputs of the same module may be further heads of the same
-    layer. Exclude these as well.
-    """
-    pending = current_trace().attention.pending
-    others = [each for each in pending if each is not output and output.is_other_head_of(each, as_features=False)]
-    for each in [output, *others] if others else ():
-        each.refuse(HEADS_SEPARATE)
-
-
 def _follow_changed(changed: Tensor, tensor: Tensor, followed: FollowedOutput) -> None:
-    """Record that `changed` is `tensor` with the interceptors' changes, so that it is followed as computed from the
-    same attention output.
-    """
+    """Follow `changed`, which is `tensor` with the interceptors' changes, as computed from the same output."""
     trace = current_trace()
     trace.attention.outputs.set(changed, [FollowedOutput(followed.output, followed.axes, None, followed.is_linear)])
     trace.on_replaced(changed, tensor)

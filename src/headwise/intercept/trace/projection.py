@@ -46,11 +46,7 @@ def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -
 
     It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`. Else it is the only
     linear layer with such a name and width in that module, as where a model calls a method of its attention module.
-
-    Args:
-        modules: all modules of the model by path.
-        path: path of the attention module.
-        width: input features of the map, heads times value_dim.
+    `modules` has all modules of the model by path.
     """
     for child_path, child in _named_modules(modules, path, width):
         found = linear_map(child, width)
@@ -69,9 +65,9 @@ def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -
 
 
 def _named_modules(modules: Mapping[str, nn.Module], path: str, width: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield candidates for the output projection of the attention module at `path`, each with its path. First comes the
-    module that is known for the architecture. Then come modules with usual names, inside of and next to the attention
-    module. If such a module is a sequence, its only element that fits `width` input features follows.
+    """Yield candidates for the output projection with their paths: first the module that is known for the architecture,
+    then those with usual names, inside of and next to the attention module. After a sequence, its only element that
+    fits `width` follows.
     """
     family = family_of(modules[path]) if path in modules else None
     if family is not None and (known := modules.get(relative_path(path, family.output))) is not None:
@@ -136,20 +132,17 @@ def linear_map(module: nn.Module, width: int) -> LinearMap | None:
 
 
 def has_convolution(module: nn.Module) -> bool:
-    """Return True if a module is or contains a convolution. Its input and output then have their features on the second
-    axis.
-    """
+    """Return True if a module contains a convolution, so that its features are on the second axis."""
     return _first_convolution(module) is not None
 
 
 def _first_convolution(module: nn.Module) -> nn.Conv1d | nn.Conv2d | nn.Conv3d | None:
-    """Return the first convolution in a module, which may be the module itself; None if there is none."""
     return next((each for each in module.modules() if isinstance(each, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
 
 
 def _plain_map(module: nn.Module) -> LinearMap | None:
-    """Return the weight and bias of a plain linear layer: torch's `nn.Linear`, or `Conv1D` of `transformers`. Return
-    None for any other module, and for layers whose weight or `forward` was replaced.
+    """Return the map of torch's `nn.Linear`, or `Conv1D` of `transformers`; None for any other module, and for layers
+    whose weight or `forward` was replaced.
     """
     is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
     if not is_conv1d and type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear):
@@ -161,7 +154,6 @@ def _plain_map(module: nn.Module) -> LinearMap | None:
 
 
 def _takes_one_input(module: nn.Module) -> bool:
-    """Return True if a module can be called with one positional argument."""
     try:
         inspect.signature(module.forward).bind(None)
     except (TypeError, ValueError):  # other arguments are required, or `forward` has no signature
@@ -170,8 +162,8 @@ def _takes_one_input(module: nn.Module) -> bool:
 
 
 def may_fit(module: nn.Module, width: int) -> bool:
-    """Return True if a module may be a linear map of `width` input features. Some of its tensors must have a size that
-    `width` divides, none may be on the meta device, and the module must be small enough to copy it.
+    """Return True if a module may be a linear map of `width` input features: some tensor has a size that `width`
+    divides, none is on the meta device, and the module is small enough to copy it.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if not tensors or any(tensor.is_meta for tensor in tensors):
@@ -181,9 +173,8 @@ def may_fit(module: nn.Module, width: int) -> bool:
 
 
 def _copy_without_hooks(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a module that runs without most of its hooks. Only hooks of torch's `weight_norm` and
-    `spectral_norm` are kept, since they compute weights. Other hooks are not copied, because the objects that own them
-    would be copied too.
+    """Return a deep copy of a module without hooks, except torch's `weight_norm` and `spectral_norm`, which compute
+    weights. The objects that own other hooks would be copied, too.
     """
     memo: dict[int, Any] = {}  # copies by the identity of what is copied
     for each in module.modules():
@@ -224,9 +215,8 @@ def _found_map(module: nn.Module, width: int) -> LinearMap | None:
 
 
 def _outputs(module: nn.Module, inputs: Float[Tensor, "rows width"]) -> Float[Tensor, "rows out"] | None:
-    """Call a module with the vectors `inputs`, and return one output vector for each. Return None if the output has
-    another form. The vectors are passed as tokens `(1, rows, width)`, or as `(rows, width, 1, ...)` if the module
-    contains a convolution.
+    """Return the output vectors of a module for the vectors `inputs`, passed as tokens `(1, rows, width)`, or as
+    `(rows, width, 1, ...)` if it contains a convolution. Return None if the output has another form.
     """
     convolution = _first_convolution(module)
     if convolution is not None:
@@ -239,5 +229,4 @@ def _outputs(module: nn.Module, inputs: Float[Tensor, "rows width"]) -> Float[Te
 
 
 def _gpus_of(module: nn.Module) -> set[torch.device]:
-    """Return the GPUs that store parameters of a module."""
     return {parameter.device for parameter in module.parameters() if parameter.is_cuda}

@@ -18,9 +18,10 @@ from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.reference import attention_weights, masked_scores, scaled_products
 from headwise.attention.problem import Problem
 from headwise.errors import InputError
-from headwise.intercept.trace.axes import VIEWS, Axes, Factor, axes_after, axes_of, other_axis
+from headwise.intercept.trace.axes import VIEWS, Axes, Factor, axes_after, axes_of, axes_of_product
 from headwise.intercept.trace.functions import (
     ADDED_PRODUCTS,
+    ASSIGNMENT,
     CONCATENATIONS,
     CONVOLUTIONS,
     PLACEMENTS,
@@ -31,8 +32,10 @@ from headwise.intercept.trace.functions import (
     contraction_of,
     is_parameter,
     multiplied_and_summed,
+    product_with,
     tensors_among,
     version_of,
+    written_by,
 )
 from headwise.intercept.trace.lineage import Origin
 from headwise.intercept.trace.state import BroadcastProduct, ComparedAxes, Places, Scores, current_trace, paused
@@ -61,9 +64,6 @@ _ELEMENTWISE_NAMES = frozenset(
 one number.
 """
 
-ASSIGNMENT: frozenset[Any] = frozenset({Tensor.__setitem__})
-"""Function that assigns to an index of a tensor."""
-
 TOLERANCE = 1e-4
 """Largest change of elements at other places, relative to that of the changed ones, that counts as rounding in float32.
 In other dtypes, four times the distance between 1 and the next number may be more.
@@ -78,22 +78,10 @@ def may_project(call: FunctionCall) -> bool:
     return is_operator or call.function in PRODUCTS or any(map(is_parameter, call.tensors))
 
 
-def written_by(call: FunctionCall, result: Any) -> Any:
-    """Return the tensors that contain what a function call computed. That is its `result`, or, for an assignment to an
-    index (`x[i] = y`), the tensor that was assigned to.
-    """
-    return call.args[0] if call.function in ASSIGNMENT else result
-
-
 def keeps_places(call: FunctionCall, argument: Tensor, number: int | None, axis: int) -> bool:
-    """Return True if a function call keeps elements at their index along `axis`: each element of its result depends
-    only on elements of its `argument` with the same index. Return False if this is not so, or unknown.
-
-    Args:
-        call: the call.
-        argument: tensor that the function was called with.
-        number: number of the tensor among the results; None if the function computes one tensor.
-        axis: the axis, counted from the last one, which is -1.
+    """Return True if a function call keeps elements at their index along `axis`, counted from the end: each element of
+    its result, or of the one with this `number`, depends only on elements of `argument` with the same index. To test
+    this, the function is repeated with changed elements at some places. Return False if it is unknown.
     """
     if call.function in COPIES | DROPOUTS or getattr(call.function, "__name__", "") in _ELEMENTWISE_NAMES:
         return True
@@ -118,8 +106,8 @@ def keeps_places(call: FunctionCall, argument: Tensor, number: int | None, axis:
 
 
 def repeated(call: FunctionCall, argument: Tensor, other: Tensor, number: int | None) -> Tensor:
-    """Repeat a function call with the tensor `other` in place of its `argument`, and return the result. If the function
-    returns several tensors, return the one with index `number`. Tensors of the model are not overwritten.
+    """Repeat a function call with the tensor `other` in place of its `argument`, and return the result, or the one with
+    this `number`. Tensors of the model are not overwritten.
     """
     first, out = call.tensors[0], call.kwargs.get("out")
     call = call.replaced(argument, other.clone())
@@ -163,7 +151,7 @@ def contracted(call: FunctionCall, result: Any) -> FunctionCall:
 
 
 def _is_broadcast(factor: Tensor, result: Tensor) -> bool:
-    """Return True if a factor of a product has the same elements in several places along an axis of the `result`."""
+    """Return True if a factor of a product has the same elements in several places of the `result`."""
     if factor.layout is not torch.strided or factor.is_nested or result.ndim < 2 or not factor.ndim:
         return False
     is_smaller = factor.numel() < result.numel()
@@ -201,12 +189,8 @@ class Order(NamedTuple):
 
 
 def order_along(places: Places | None, along: Sequence[int], across: Sequence[int]) -> Order:
-    """Return the order of the queries, or of the keys, in a tensor of scores or weights.
-
-    Args:
-        places: places of the elements of the tensor along the axis of the queries or the keys in their product.
-        along: axes of the tensor that are the same axis.
-        across: axes of the tensor that are the other one, the keys or the queries.
+    """Return the order of the queries, or of the keys, in a tensor of scores or weights. They are the axes `along` of
+    the tensor, and the others are the axes `across`; `places` are the places of its elements in the product.
     """
     if places is None:
         return Order(is_known=False)
@@ -255,7 +239,15 @@ def follow_places(call: FunctionCall, result: Any) -> None:
     known = [tensor for tensor in call.tensors if places_of(tensor)] if trace.attention.places else []
     if not known:
         return
-    first, function = min(known, key=_are_rearranged), call.function
+
+    def are_rearranged(tensor: Tensor) -> bool:  # and no longer those of a product, repeated over axes
+        return any(sum(map(bool, each.numbers.stride())) > 1 for each in places_of(tensor).values())
+
+    def numbers_of(axis: int, tensor: Tensor) -> Tensor | None:
+        places = places_of(tensor).get(axis)
+        return None if places is None else places.numbers
+
+    first, function = min(known, key=are_rearranged), call.function
     places = places_of(first)
     is_target = function in PLACEMENTS and len(known) == 1 and first is call.args[0]  # such as a mask by an index
     is_target |= function in _WHERE and len(known) == 1
@@ -267,7 +259,7 @@ def follow_places(call: FunctionCall, result: Any) -> None:
     for axis, before in places.items():
         numbers: list[tuple[Tensor, Tensor | None]] = [(tensor, before.numbers.expand(tensor.shape)) for tensor in kept]
         if repeats:
-            numbers = numbers_after(call, result, partial(_numbers_of, axis), torch.inf)
+            numbers = numbers_after(call, result, partial(numbers_of, axis), torch.inf)
         elif function in PRODUCTS and isinstance(result, Tensor):
             numbers = [(result, _numbers_of_product(call, first, before.numbers, result))]
         for tensor, each in numbers:
@@ -276,11 +268,6 @@ def follow_places(call: FunctionCall, result: Any) -> None:
     for tensor, of_tensor in after.values():
         is_comparison = function not in PRODUCTS or len(of_tensor) == len(places)
         trace.attention.places.set(tensor, of_tensor if is_comparison else {})
-
-
-def _are_rearranged(tensor: Tensor) -> bool:
-    """Return True if the numbers of the places of a tensor are no longer those of a product, repeated over axes."""
-    return any(sum(map(bool, each.numbers.stride())) > 1 for each in places_of(tensor).values())
 
 
 def _agree(places: dict[int, Places], others: dict[int, Places]) -> bool:
@@ -294,15 +281,9 @@ def _agree(places: dict[int, Places], others: dict[int, Places]) -> bool:
     return True
 
 
-def _numbers_of(axis: int, tensor: Tensor) -> Tensor | None:
-    """Return the numbers of the elements of a tensor along one `axis` of the product; None if they are unknown."""
-    places = places_of(tensor).get(axis)
-    return None if places is None else places.numbers
-
-
 def _results_in_place(call: FunctionCall, before: Tensor, result: Any, *, is_kept: bool) -> list[Tensor]:
-    """Return the tensors in the `result` of a function call whose elements are at the places of those of `before`, an
-    argument. `is_kept` is True if this is known.
+    """Return the tensors in the `result` of a function call whose elements are at the places of those of its argument
+    `before`. `is_kept` is True if this is known.
     """
     tensors = [call.args[0]] if call.function in ASSIGNMENT else tensors_among((result,))
     return [
@@ -319,7 +300,6 @@ def _results_in_place(call: FunctionCall, before: Tensor, result: Any, *, is_kep
 
 
 def _broadcasts(shape: torch.Size, other: torch.Size) -> bool:
-    """Return True if a tensor of a `shape` can be expanded to the `other` shape."""
     return len(shape) <= len(other) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(other), strict=False))
 
 
@@ -327,8 +307,8 @@ def _numbers_of_product(call: FunctionCall, before: Tensor, numbers: Tensor | No
     """Return the numbers of the elements in a product of scores or weights with a parameter, such as one that mixes
     heads. Return None if the product sums over the numbered axis, or if a convolution changes its length.
     """
-    contraction = contraction_of(call.function, call.args, call.kwargs)
-    if numbers is None or not result.numel() or contraction is None or not contraction.multiplies(before):
+    contraction = product_with(call, before)
+    if numbers is None or not result.numel() or contraction is None:
         return None
     labels = contraction.labels_of(before)
     for axis, label in enumerate(labels):
@@ -454,7 +434,6 @@ def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, in
 
 
 def _divides_rows(call: FunctionCall, sums: Tensor) -> bool:
-    """Return True if a function call divides a tensor by a number for each row, a tensor of the shape of `sums`."""
     divisor = call.args[1] if len(call.args) > 1 else None
     is_division = getattr(call.function, "__name__", "") in ("div", "div_", "divide", "__truediv__", "__itruediv__")
     return is_division and isinstance(divisor, Tensor) and divisor.shape == sums.shape
@@ -514,23 +493,18 @@ def compared_axes(scores: Tensor, dim: int) -> ComparedAxes | None:
 
 
 def _axes_after(call: FunctionCall, scores: Scores, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
-    """Return the tensors in the `result` of a function call that were computed from `before`, a tensor recorded as
-    attention `scores`. Each comes with its axes, written as parts of the axes of the original product. Return an empty
-    list for a linear map over queries or keys, since its result is not scores.
+    """Return the tensors in the `result` of a function call that were computed from `before`, recorded as `scores`,
+    with their axes as parts of those of the product. The list is empty for a linear map over queries or keys.
     """
     if call.function in PRODUCTS:  # with a parameter
-        contraction = contraction_of(call.function, call.args, call.kwargs)
-        if contraction is None or not any(operand is before for operand in contraction.operands):
-            return []
-        factors = dict(zip(contraction.labels_of(before), scores.axes, strict=True))
-        summed = {factor.axis for label in contraction.summed for factor in factors.get(label, ())}
-        if summed & scores.compared:  # a projection of features, whose result compares nothing
-            return []
-        known = tuple(
-            factors[label] if label in factors else other_axis(size)
-            for label, size in zip(contraction.result, result.shape, strict=True)
-        )
-        return [(result, known)]
+        product = product_with(call, before)
+        labels = () if product is None else product.labels_of(before)
+        pairs = zip(labels, scores.axes, strict=False)
+        if product is None or any(
+            label in product.summed and factor.axis in scores.compared for label, factors in pairs for factor in factors
+        ):
+            return []  # such as a projection of features, whose result compares nothing
+        return [(result, axes_of_product(product, before, scores.axes, result))]
     if call.function in _LENGTHENING and result.ndim == before.ndim:  # keys are added
         return [
             (result, tuple(_of_size(factors, size) for factors, size in zip(scores.axes, result.shape, strict=True)))
@@ -539,9 +513,7 @@ def _axes_after(call: FunctionCall, scores: Scores, before: Tensor, result: Any)
 
 
 def _of_size(factors: tuple[Factor, ...], size: int) -> tuple[Factor, ...]:
-    """Return the factors of an axis of concatenated tensors, which has another `size` than in one of these tensors, but
-    the same kind of elements.
-    """
+    """Return the factors of an axis of concatenated tensors: more elements of the same kind."""
     is_longer = len(factors) == 1 and factors[0].size != size
     return (Factor(factors[0].axis, 1, size),) if is_longer else factors
 
@@ -609,9 +581,7 @@ def unshifted(scores: ScoreTensor) -> ScoreTensor | None:
 
 
 def _dtypes(weights: torch.Tensor, problem: Problem) -> list[torch.dtype]:
-    """Return the dtypes in which a model may have computed its attention weights. These are the dtypes of the weights
-    and of the queries, that of autocast, and float32, in which `transformers` computes softmax.
-    """
+    """Return the dtypes in which a model may have computed its attention weights; `transformers` uses float32."""
     device = weights.device.type
     of_autocast = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
     return [weights.dtype, problem.q.dtype, torch.float32, *of_autocast]

@@ -254,17 +254,12 @@ class AttentionOutput:
         self._change = object()  # stands for the change in records that must not keep this object in memory
 
     def establish(self, layout: HeadLayout, *, may_hide_heads: bool = False) -> None:
-        """Set the layout of the heads in this attention output: which axes, or parts of axes, are the heads. The layout
-        becomes known when the model uses the output, for example in a linear map. If the layout contradicts the number
-        of heads that the module stores, exclude the call from the results.
+        """Set the layout of the heads: which axes, or parts of axes, are the heads. It becomes known when the model
+        uses the output, for example in a linear map. If it contradicts the number of heads that the module stores,
+        exclude the call from the results. `may_hide_heads` is True if another axis may be heads, which the model merges
+        with the values later, or one by one.
 
-        Args:
-            layout: the layout.
-            may_hide_heads: True if another axis may be heads, which the model merges with the values later, or one by
-                one.
-
-        Raises:
-            InputError: heads of another layout were changed already, or the user stated another one.
+        Raises: InputError if heads of another layout were changed already, or the user stated another one.
         """
         if self._stated is not None:
             is_open = layout.head_count == 1 and self._stated.query_axes == layout.query_axes
@@ -280,16 +275,12 @@ class AttentionOutput:
             self._layout, self.is_established = layout, True
 
     def on_projected(self, weights: list[Tensor]) -> None:
-        """Record that the model applies a linear map to the output, with the parameters `weights`. Report the map to
-        the interceptors.
-        """
+        """Report that the model applies a linear map to the output, with the parameters `weights`."""
         self.is_projected = True
         current_trace().report_projected(self.module_calls, self._number, weights)
 
     def on_overwritten(self, tensor: Tensor) -> None:
-        """Record that the model overwrites `tensor` in place. This matters only if the attention output, its weights or
-        its values have the same memory.
-        """
+        """Record that the model overwrites `tensor`, perhaps in the memory of the output, its weights or its values."""
         read = [] if self._source is None or self._tensor is None else [self._tensor, *self._source.tensors]
         self._is_overwritten |= any(share_memory(tensor, each) for each in read)
 
@@ -303,11 +294,8 @@ class AttentionOutput:
 
     def is_other_head_of(self, other: "AttentionOutput", *, as_features: bool) -> bool:
         """Return True if this output and `other` may be different heads of one attention layer. The same call of a
-        module must have computed both, from different values or different attention weights.
-
-        Args:
-            other: the other output.
-            as_features: True if the model concatenates both along the features.
+        module must have computed both, from different values or different attention weights. `as_features` is True if
+        the model concatenates both along the features.
         """
         source, others = self._source, other._source
         if source is None or others is None or self.module_calls[-1] is not other.module_calls[-1]:
@@ -359,12 +347,10 @@ class AttentionOutput:
         return self._changed
 
     def finish(self, *, is_last: bool = False) -> bool:
-        """Report the attention call to the interceptors, and pass its attention weights to those that observe. If there
-        is a reason not to report the call, report its module as unreadable for this reason instead. Return False if the
-        heads are still unknown, so that nothing was reported. Do nothing if the call was reported before.
-
-        Args:
-            is_last: True at the end of the model, after which nothing more can be learnt about the call.
+        """Report the attention call, and pass its attention weights to those that observe. If there is a reason not to
+        report the call, report its module as unreadable for this reason instead. Return False if the heads are still
+        unknown, so that nothing was reported. Do nothing if the call was reported before. `is_last` is True at the end
+        of the model, after which nothing more can be learnt about the call.
         """
         if self.is_reported:
             return True
@@ -410,8 +396,8 @@ class AttentionOutput:
             current_trace().report_unreadable(self.module_calls, reason)
 
     def _handlers_with(self, layout: HeadLayout) -> Handlers:
-        """Return the functions by which the interceptors observe and change this attention call. When this method is
-        first called, report the call to the interceptors, with `layout` as the layout of its heads.
+        """Report the attention call with this layout of its heads, unless it was reported, and return the functions by
+        which it is observed or changed.
         """
         if self._handlers is None:
             assert self._source is not None
@@ -419,23 +405,14 @@ class AttentionOutput:
         return self._handlers
 
     def _contradicts_module(self, layout: HeadLayout) -> bool:
-        """Return True if the module stores a number of heads as an attribute, and `layout` has another number.
-
-        Raises:
-            InputError: the user stated another number.
-        """
+        """Return True if the module stores another number of heads."""
         for site in current_trace().stated_sites(self.module_calls):
             site.require_heads(layout.head_count)
         counts = head_counts(self.module_calls[-1:])
         return bool(counts) and layout.head_count not in counts
 
     def _stated_layout(self, source: AttentionSource[Any]) -> HeadLayout | None:
-        """Return the layout of the heads that the user has stated for the module of the attention call; None if there
-        is no such statement.
-
-        Raises:
-            InputError: the output cannot have this layout.
-        """
+        """Return the layout of the heads that the user has stated for the module; None if there is none."""
         for site in current_trace().stated_sites(self.module_calls):
             if site.layout is not None:
                 return site.head_layout(self.shape, self.axes.value, source.weight_axes)
@@ -443,10 +420,8 @@ class AttentionOutput:
 
     def _predicted_layout(self, *, is_verified_later: bool) -> HeadLayout | None:
         """Return the layout of the heads that is expected from the shape of the output and the numbers of heads stored
-        in the modules. Return None if shape and numbers do not determine a layout.
-
-        Args:
-            is_verified_later: accept the usual layout `(batch, heads, queries, value_dim)` without a stored number.
+        in the modules. Return None if these determine no layout. The usual layout `(batch, heads, queries, value_dim)`
+        is accepted without a stored number if it is verified later.
         """
         counts = head_counts(self.module_calls)
         if counts == [1]:
@@ -479,8 +454,6 @@ def head_counts(module_calls: Iterable[RunningModule]) -> list[int]:
 
 
 def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors are the same view of the same memory."""
-
     def view(tensor: Tensor) -> tuple[Any, ...]:
         base = tensor if tensor._base is None else tensor._base
         return id(base), tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -6,7 +6,7 @@ attends to keys in another order than its queries, and which calls attend with p
 those that the model looks up in its tables of embeddings.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -31,6 +31,29 @@ from headwise.intercept.trace.functions import (
 )
 from headwise.intercept.trace.modules import RunningModule, named_arguments
 from headwise.shapes import Int
+
+_REPEATED_NAMES = ("stack", "hstack", "vstack", "repeat", "repeat_interleave", "tile", "rot90", "copy_", "where")
+REPEATED: frozenset[Callable[..., Any]] = (
+    VIEWS
+    | SELECTIONS
+    | PLACEMENTS
+    | CONCATENATIONS
+    | {getattr(owner, name) for owner in (torch, Tensor) for name in _REPEATED_NAMES if hasattr(owner, name)}
+    | {F.pad}
+)
+"""Functions that select or reorder elements, which are repeated with the numbers of the tokens."""
+
+_REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.view_as_complex: lambda numbers: numbers[..., 0],
+    torch.view_as_real: lambda numbers: numbers.unsqueeze(-1).expand(*numbers.shape, 2),
+}
+"""Functions that are repeated by another function of the numbers."""
+
+SORTS: frozenset[Callable[..., Any]] = frozenset({torch.sort, Tensor.sort, torch.topk, Tensor.topk})
+"""Functions that return sorted elements, and their indices."""
+
+
+# -- numbers of tokens ------------------------------------------------------------------------------------------------
 
 
 class LinearMapCall:
@@ -62,13 +85,11 @@ class NumberedTokens(NamedTuple):
 
     def differ_from(self, others: "NumberedTokens") -> bool:
         """Return True if, at some index, the elements of this object and of `others` are known to belong to tokens with
-        different numbers. Each object numbers the tokens in the result of a linear map. Return False if these two
-        results have different axes, so that the numbers cannot be compared.
+        different numbers. Return False if the results of the two linear maps have different axes, so that the numbers
+        cannot be compared.
         """
         one, other = self.numbers, others.numbers
-        if one is other and self.linear_map.shape == others.linear_map.shape:
-            return False
-        if self.linear_map.shape != others.linear_map.shape or one.shape != other.shape:
+        if self.linear_map.shape != others.linear_map.shape or one is other or one.shape != other.shape:
             return False
         return bool(((one != other) & (one != 0) & (other != 0)).any())
 
@@ -91,9 +112,7 @@ class ComparedTokens(NamedTuple):
 
     @property
     def has_reordered_queries(self) -> bool:
-        """True if the queries are known to be in another order than the tokens in the result of the query
-        projection.
-        """
+        """True if the queries are known to be in another order than in the result of the query projection."""
         numbers = self.queries.numbers
         return bool(((numbers[..., 1:] < numbers[..., :-1]) & (numbers[..., 1:] > 0)).any())
 
@@ -104,7 +123,6 @@ class ComparedTokens(NamedTuple):
 
     @property
     def _values_differ(self) -> bool:
-        """True if, for some index i, key i and value i are known to belong to different tokens."""
         return self.values is not None and self.keys.differ_from(self.values)
 
     def own_key_of_first_query(self) -> int | None:
@@ -140,55 +158,8 @@ class ComparedTokens(NamedTuple):
         first, first_of_other = self.keys.numbers[..., 0], other.keys.numbers[..., 0]
         if not torch.equal(first, first_of_other) or not bool((first > 0).all()):
             return False
-        queries = self.queries.numbers
-        return bool((queries > 0).all()) and not bool(
-            torch.isin(queries.flatten(), other.queries.numbers.flatten()).any()
-        )
-
-
-TOKENS_UNKNOWN = (
-    "it is unknown which tokens the queries of these modules stand for, since the model changes or reorders its "
-    "input_ids, so statistics that need token ids are left out"
-)
-"""Reason for modules whose token ids are unknown."""
-
-OF_TOKENS = frozenset({"special", "confidence_content", "duplicate", "induction"})
-"""Statistics that need token ids."""
-
-
-class CallTokens(NamedTuple):
-    """Token ids of one attention call.
-
-    Attributes:
-        ids: ids of the tokens of the queries, or of all tokens so far; None if there are none, or if they are unknown.
-        are_unknown: True if the model reads token ids, but it is unknown which of them the queries stand for.
-        are_moved: True if the tokens have other places than in the arguments of the model.
-    """
-
-    ids: Tensor | None
-    are_unknown: bool = False
-    are_moved: bool = False
-
-
-_REPEATED_NAMES = ("stack", "hstack", "vstack", "repeat", "repeat_interleave", "tile", "rot90", "copy_", "where")
-REPEATED: frozenset[Callable[..., Any]] = (
-    VIEWS
-    | SELECTIONS
-    | PLACEMENTS
-    | CONCATENATIONS
-    | {getattr(owner, name) for owner in (torch, Tensor) for name in _REPEATED_NAMES if hasattr(owner, name)}
-    | {F.pad}
-)
-"""Functions that select or reorder elements, which are repeated with the numbers of the tokens."""
-
-REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.view_as_complex: lambda numbers: numbers[..., 0],
-    torch.view_as_real: lambda numbers: numbers.unsqueeze(-1).expand(*numbers.shape, 2),
-}
-"""Functions that are repeated by another function of the numbers."""
-
-SORTS: frozenset[Callable[..., Any]] = frozenset({torch.sort, Tensor.sort, torch.topk, Tensor.topk})
-"""Functions that return sorted elements, and their indices."""
+        queries, others = self.queries.numbers, other.queries.numbers
+        return bool((queries > 0).all()) and not bool(torch.isin(queries.flatten(), others.flatten()).any())
 
 
 class TokenNumbers:
@@ -202,25 +173,30 @@ class TokenNumbers:
         self._counts: dict[tuple[Any, ...], Tensor] = {}
 
     def record(self, call: FunctionCall, result: Any) -> None:
-        """Record the token numbers of the `result` of a function call. The result of a linear map gets new numbers. For
-        any other function, the numbers of its first numbered argument are selected and reordered as the function does
-        with the elements.
+        """Record the token numbers of the `result` of a function call. The result of a linear map gets new numbers,
+        from 1, along all axes but that of the features. For any other function, the numbers of its first numbered
+        argument are selected and reordered as the function does with the elements.
         """
         if call.function in PRODUCTS:
             axis = _axis_of_features(call, result)
             if axis is not None:
-                self._number(result, axis)
+                shape = tuple(size for index, size in enumerate(result.shape) if index != axis)
+                key = (*shape, result.device)
+                if key not in self._counts:
+                    numbers = torch.arange(1, prod(shape) + 1, dtype=torch.int32, device=result.device)
+                    self._counts[key] = numbers.view(shape)
+                numbers = self._counts[key].unsqueeze(axis).expand(result.shape)
+                self._numbered.set(result, NumberedTokens(numbers, LinearMapCall(shape)))
             return
         known = [tensor for tensor in call.tensors if self._numbered.get(tensor)] if self._numbered else []
         if not known:
             return
-        numbered = self._numbered.get(known[0])
-        assert numbered is not None
-        if call.function in REPEATED or call.function in REPLACED or call.function in SORTS:
-            self._repeat(call, result, numbered.linear_map, max(tensor.numel() for tensor in known))
+        if call.function in REPEATED or call.function in _REPLACED or call.function in SORTS:
+            self._repeat(call, result, known)
             return
+        numbered = self._numbered.get(known[0])
         for tensor in tensors_among((result,)):
-            if tensor.shape == known[0].shape:
+            if tensor.shape == known[0].shape and numbered is not None:
                 self._numbered.set(tensor, numbered)
 
     def discard(self, tensor: Tensor) -> None:
@@ -254,36 +230,24 @@ class TokenNumbers:
         numbers = numbered.numbers.permute(*others, *order)[(0,) * len(others)]
         return numbered._replace(numbers=numbers)
 
-    def _number(self, tensor: Tensor, axis: int) -> None:
-        """Number the tokens in the result of a linear map from 1. `axis` is the axis of features; all other axes are
-        tokens.
+    def _repeat(self, call: FunctionCall, result: Any, known: list[Tensor]) -> None:
+        """Record the token numbers of the `result` of a function that selects or reorders elements of `known`. They
+        stay unknown if an argument without numbers, such as cached keys, has more elements.
         """
-        shape = tuple(size for index, size in enumerate(tensor.shape) if index != axis)
-        key = (*shape, tensor.device)
-        if key not in self._counts:
-            numbers = torch.arange(1, prod(shape) + 1, dtype=torch.int32, device=tensor.device)
-            self._counts[key] = numbers.view(shape)
-        numbers = self._counts[key].unsqueeze(axis).expand(tensor.shape)
-        self._numbered.set(tensor, NumberedTokens(numbers, LinearMapCall(shape)))
-
-    def _repeat(self, call: FunctionCall, result: Any, linear_map: LinearMapCall, largest: int) -> None:
-        """Record the token numbers of the `result` of a function that selects or reorders elements. They stay unknown
-        if an argument without numbers, such as cached keys, has more than `largest` elements.
-        """
+        before = [numbered for tensor in known if (numbered := self._numbered.get(tensor)) is not None]
         has_indices = any(not tensor.is_floating_point() and not tensor.is_complex() for tensor in call.tensors)
-        depend_on_data = has_indices or call.function in SORTS or _has_list(call.args[1:])
-        before = (self._numbered.get(tensor) for tensor in call.tensors)
-        depend_on_data |= any(each.depend_on_data for each in before if each is not None)
+        has_indices |= any(isinstance(each, list) and each and isinstance(each[0], int) for each in call.args[1:])
+        depend_on_data = has_indices or call.function in SORTS or any(each.depend_on_data for each in before)
 
         def numbers_of(tensor: Tensor) -> Tensor | None:
             numbered = self._numbered.get(tensor)
             return None if numbered is None else numbered.numbers
 
-        for tensor, numbers in numbers_after(call, result, numbers_of, largest):
+        for tensor, numbers in numbers_after(call, result, numbers_of, max(tensor.numel() for tensor in known)):
             if numbers is None:
                 self._numbered.discard(tensor)
             else:
-                self._numbered.set(tensor, NumberedTokens(numbers, linear_map, depend_on_data))
+                self._numbered.set(tensor, NumberedTokens(numbers, before[0].linear_map, depend_on_data))
 
 
 def numbers_after(
@@ -308,11 +272,12 @@ def numbers_after(
             call.function(*args, **kwargs)
             numbers = [args[0]]
         elif call.function in SORTS:
-            numbers = [args[0].gather(_axis_of_sort(call), result[1])]
+            position = 2 if call.function in {torch.topk, Tensor.topk} else 1
+            axis = call.args[position] if len(call.args) > position else call.kwargs.get("dim", -1)
+            numbers = [args[0].gather(int(axis), result[1])]
         else:
-            numbers = _of_equal_parts(args, result) or tensors_among(
-                (REPLACED.get(call.function, call.function)(*args, **kwargs),)
-            )
+            repeated = _REPLACED.get(call.function, call.function)
+            numbers = _of_equal_parts(args, result) or tensors_among((repeated(*args, **kwargs),))
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         numbers = []
     return [
@@ -342,15 +307,8 @@ def _numbers_among(argument: Any, numbers_of: Callable[[Tensor], Tensor | None],
     return torch.zeros((), dtype=torch.int32, device=argument.device).expand(argument.shape)
 
 
-def _has_list(arguments: Iterable[Any]) -> bool:
-    """Return True if a list of numbers, which may be indices, is among the arguments of a function."""
-    return any(isinstance(each, list) and each and isinstance(each[0], int) for each in arguments)
-
-
 def _axis_of_features(call: FunctionCall, result: Any) -> int | None:
-    """Return the axis of the features in the `result` of a linear map. Return None if the call is another kind of
-    product.
-    """
+    """Return the axis of the features in the `result` of a linear map; None if the call is another kind of product."""
     tensors = call.tensors
     if not isinstance(result, Tensor) or type(result) is not Tensor or result.is_meta or result.is_nested:
         return None
@@ -376,12 +334,16 @@ def _of_equal_parts(args: tuple[Any, ...], result: Any) -> list[Tensor]:
     return [first.expand(result.shape)] if is_equal else []
 
 
-def _axis_of_sort(call: FunctionCall) -> int:
-    """Return the axis along which a call of `sort` or `topk` sorts."""
-    position = 2 if call.function in {torch.topk, Tensor.topk} else 1
-    axis = call.args[position] if len(call.args) > position else call.kwargs.get("dim", -1)
-    return int(axis)
+# -- ids of tokens ----------------------------------------------------------------------------------------------------
 
+TOKENS_UNKNOWN = (
+    "it is unknown which tokens the queries of these modules stand for, since the model changes or reorders its "
+    "input_ids, so statistics that need token ids are left out"
+)
+"""Reason for modules whose token ids are unknown."""
+
+OF_TOKENS = frozenset({"special", "confidence_content", "duplicate", "induction"})
+"""Statistics that need token ids."""
 
 INTEGERS = frozenset({torch.int64, torch.int32})
 """Types of token ids."""
@@ -394,6 +356,20 @@ _KEEPING_NAMES = frozenset(
     | {"index_fill", "index_fill_", "fill_", "masked_scatter", "masked_scatter_"}
 )
 """Names of functions whose results have the ids of their arguments, or other ids, but no numbers computed from ids."""
+
+
+class CallTokens(NamedTuple):
+    """Token ids of one attention call.
+
+    Attributes:
+        ids: ids of the tokens of the queries, or of all tokens so far; None if there are none, or if they are unknown.
+        are_unknown: True if the model reads token ids, but it is unknown which of them the queries stand for.
+        are_moved: True if the tokens have other places than in the arguments of the model.
+    """
+
+    ids: Tensor | None
+    are_unknown: bool = False
+    are_moved: bool = False
 
 
 class _Derived(NamedTuple):
@@ -458,8 +434,7 @@ class LookedUpIds:
         if ids is not None and isinstance(result, Tensor):
             if self._are_ids([ids], module_calls):
                 same = [number for number, each in enumerate(self._lookups) if _are_equal(each.ids, ids)]
-                number = same[0] if same else len(self._lookups)
-                source = mark(result, ("ids", number))
+                source = mark(result, ("ids", same[0] if same else len(self._lookups)))
                 if not same:
                     derived = self._of(ids)
                     is_argument = any(_is_same_memory(ids, root) for root in derived.roots)
@@ -511,12 +486,13 @@ class LookedUpIds:
         return CallTokens(ids, fits and (len(ids) != sizes[0] or ids.shape[1] < sizes[1]), is_moved)
 
     def _of(self, tensor: Tensor) -> _Derived:
-        """Return how an integer tensor was computed; by default, it is an argument or a constant."""
-        return self._derived.get(tensor) or _Derived((tensor,))
+        return self._derived.get(tensor) or _Derived((tensor,))  # an argument or a constant
 
     def _are_ids(self, tensors: Sequence[Tensor], module_calls: Sequence[RunningModule]) -> bool:
         """Return True if some of `tensors` were computed from the token ids that a running module was called with."""
-        return any(_is_argument(root, module_calls) for tensor in tensors for root in self._of(tensor).roots)
+        arguments = [named_arguments(module_call.arguments) for module_call in module_calls]
+        ids = [value for each in arguments for name, value in each.items() if name.endswith("input_ids")]
+        return any(root is value for tensor in tensors for root in self._of(tensor).roots for value in ids)
 
     def _after(self, call: FunctionCall, integers: list[Tensor], module_calls: Sequence[RunningModule]) -> _Derived:
         """Return how the result of a function call was computed from the `integers` among its arguments."""
@@ -550,20 +526,12 @@ def _looked_up(call: FunctionCall, integers: list[Tensor], is_table: Callable[[T
     return ids if is_whole and table.is_floating_point() and table.ndim == 2 and is_table(table) else None
 
 
-def _is_argument(tensor: Tensor, module_calls: Sequence[RunningModule]) -> bool:
-    """Return True if a running module was called with `tensor` as its token ids."""
-    arguments = [named_arguments(module_call.arguments) for module_call in module_calls]
-    return any(value is tensor for each in arguments for name, value in each.items() if name.endswith("input_ids"))
-
-
 def _is_same_memory(ids: Tensor, argument: Tensor) -> bool:
-    """Return True if two tensors have the same elements in the same memory."""
     is_dense = ids.is_contiguous() and argument.is_contiguous() and ids.dtype == argument.dtype
     return is_dense and ids.numel() == argument.numel() and ids.data_ptr() == argument.data_ptr()
 
 
 def _are_equal(ids: Tensor, others: Tensor) -> bool:
-    """Return True if two tensors have the same shape and the same numbers."""
     return ids.shape == others.shape and ids.device == others.device and bool((ids == others).all())
 
 
@@ -582,14 +550,10 @@ def _are_parts(lookups: list[_Lookup], argument: Tensor) -> bool:
 
 
 def _are_names(lookups: list[_Lookup], argument: Tensor, are_known: bool) -> bool:
-    """Return True if the ids of `lookups`, taken together, are other names of the tokens in `argument`, as hashes or
-    ids with an offset are: equal for equal tokens, and different for different ones. Where a single lookup has some ids
-    of the argument, the model has changed the others.
-
-    Args:
-        lookups: lookups of computed ids.
-        argument: ids that the model was called with.
-        are_known: True if the model also looks up the ids of the argument, so that the others may be any numbers.
+    """Return True if the computed ids of `lookups`, taken together, are other names of the tokens in `argument`, as
+    hashes or ids with an offset are: equal for equal tokens, and different for different ones. Where a single lookup
+    has some ids of the argument, the model has changed the others. `are_known` is True if the model also looks up the
+    ids of the argument, so that the others may be any numbers.
     """
     if not all(each.derived.is_computed for each in lookups):
         return False

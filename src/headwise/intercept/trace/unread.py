@@ -52,9 +52,7 @@ def report_averages(call: FunctionCall) -> None:
 
 
 def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> str | None:
-    """Return the reason why the product of `weights` and `values` may be attention that is not followed. Return None if
-    it is none.
-    """
+    """Return why the product of `weights` and `values` may be attention that is not followed; None if it is none."""
     labels, labels_of_values = contraction.labels_of(weights), contraction.labels_of(values)
     summed = [axis for axis, label in enumerate(labels) if label in contraction.summed and label in labels_of_values]
     sizes = zip(labels_of_values, values.shape, strict=True)
@@ -112,7 +110,7 @@ def report_new(owner: RunningModule, tensors: list[Any]) -> None:
 
 
 def _owner() -> RunningModule:
-    """Return the innermost running call of a module that contains other modules; it computes with their projections."""
+    """Return the innermost running call of a module that contains others; it computes with their projections."""
     trace = current_trace()
     for call in reversed(trace.module_calls):
         if call.module._modules:
@@ -121,7 +119,6 @@ def _owner() -> RunningModule:
 
 
 def _is_computed(tensor: Tensor) -> bool:
-    """Return True if a tensor depends on others than parameters, buffers and constants."""
     trace = current_trace()
     return bool(trace.lineage.origin(tensor, trace.module_calls).sources & ~trace.lineage.state)
 

@@ -68,19 +68,16 @@ def hidden_by_scores(scores: Float[Tensor, "*rows keys"], *, may_be_masked: bool
 
 
 def record_weights(tensor: Tensor, weights: Weights) -> None:
-    """Store `weights`, a record that states how `tensor` was computed as attention weights."""
+    """Store how `tensor` was computed as attention weights."""
     weights = replace(weights, version=version_of(tensor), is_overwritten=False)
     current_trace().attention.weights.set(tensor, weights)
 
 
 def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | None:
-    """Return the record of a tensor that contains attention weights. Return None if the tensor is not known to contain
-    any. If the model has changed the tensor in place, possibly as a view of the same memory, the record states that the
-    weights are scaled, and counts weights that are 0 as filled with zeros.
-
-    Args:
-        tensor: the tensor.
-        writer: the running function call, which may have changed the tensor in place.
+    """Return the record of a tensor that contains attention weights; None if it is not known to contain any. If the
+    model has changed the tensor in place, possibly as a view of the same memory, the record states that the weights are
+    scaled, and counts weights that are 0 as filled with zeros. `writer` is the running function call, which may have
+    changed the tensor.
     """
     trace = current_trace()
     weights = trace.attention.weights.get(tensor)
@@ -133,7 +130,7 @@ def before_overwriting(call: FunctionCall) -> None:
 
 
 def weights_among(call: FunctionCall) -> list[Tensor]:
-    """Return those tensors among the arguments of a function call that are known to contain attention weights."""
+    """Return the arguments of a function call that are known to contain attention weights."""
     trace = current_trace()
     if not trace.attention.weights:
         return []
@@ -182,11 +179,6 @@ def average_keys(weights: Weights, tensor: Tensor, key_axis: int) -> bool:
     """Return True if each query row of attention weights, as the model has modified them, is still an average over
     keys. No weight may be negative. The sum of a row must be 1 or 0, or its weights must be those of the softmax with
     some set to 0.
-
-    Args:
-        weights: the record of the tensor.
-        tensor: the weights.
-        key_axis: axis of the keys.
     """
     if not weights.is_scaled:
         return True
@@ -201,14 +193,8 @@ def average_keys(weights: Weights, tensor: Tensor, key_axis: int) -> bool:
 
 
 def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, index: int | None) -> Weights:
-    """Return the record of a view of a tensor that contains attention weights, as made by `reshape` or an index.
-
-    Args:
-        call: call of the function that returns the view.
-        tensor: tensor of weights that it was called with.
-        weights: record of that tensor.
-        axes: axes of the view.
-        index: number of the view among the results; None if the function returns one tensor.
+    """Return the record of a view with these `axes` of `tensor`, as made by `reshape` or an index. `index` is its
+    number among the results; None if the function returns one tensor.
     """
     repeat = call.as_function_of(tensor)
 
@@ -230,14 +216,8 @@ def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, inde
 
 
 def _zeroed_by(before: Tensor, undropped: Tensor | None, result: Tensor) -> Bool[Tensor, "*shape"] | None:
-    """Return True where a function has set attention weights to 0, such as a product with a mask of 0 and 1. Return
-    None if it has set none.
-
-    Args:
-        before: the weights before the function and without dropout. If the function overwrote them, a weight that is 0
-            counts as set.
-        undropped: the weights after the function without dropout; None without dropout.
-        result: the weights after the function.
+    """Return True where a function has set attention weights to 0, such as a product with a mask of 0 and 1; None if
+    nowhere. If it overwrote the weights `before`, each weight that is 0 counts as set.
     """
     is_zero = (result if undropped is None else undropped).detach() == 0
     if before is not result:
@@ -246,9 +226,7 @@ def _zeroed_by(before: Tensor, undropped: Tensor | None, result: Tensor) -> Bool
 
 
 def _undropped_after(call: FunctionCall, tensor: Tensor, weights: Weights) -> Tensor | None:
-    """Return the attention weights without dropout after a function call: repeat the call with the undropped weights in
-    place of its argument `tensor`. Return None if the model applied no dropout.
-    """
+    """Return the weights without dropout after a function call; None if the model applied no dropout."""
     if weights.undropped is None:
         return None
     with torch.no_grad():
@@ -264,14 +242,10 @@ def _drops(
     *,
     train: bool = True,
 ) -> bool:
-    """Return True if a call of `F.dropout` or `torch.dropout` with these arguments sets elements to 0, that is in
-    training mode with a probability above 0.
-    """
+    """Return True if dropout with these arguments sets elements to 0."""
     return training and train and bool(p)
 
 
 def _mask_and_value(input: Tensor, mask: Tensor, value: Tensor | float) -> tuple[Tensor, Tensor | float]:  # noqa: A002
-    """Return the arguments `mask` and `value` of a call of `masked_fill`, whether they were passed by position or by
-    name.
-    """
+    """Return the mask and the value of a call of `masked_fill`, passed by position or by name."""
     return mask, value
