@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.intercept.replay import Replay
+from headwise.intercept.module_calls import Replay
 from headwise.intercept.survey import survey
 from tiny import TOKENS, family
 

@@ -20,8 +20,7 @@ from headwise.analysis.gate import GateInterceptor, HeadGate
 from headwise.data.batches import digest_of
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.module_calls import module_calls
-from headwise.intercept.replay import Replay
+from headwise.intercept.module_calls import Replay, module_calls
 
 SIDE_EFFECTS = "the model passes values between layers in other ways than layer outputs, so all runs were complete"
 """Note for results of a model in which reuse of layer outputs would change other results."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from headwise.data.batches import call_model
 from headwise.errors import InputError
+from headwise.intercept.module_calls import swap_forward
 from headwise.intercept.module_hooks import has_foreign_hooks
-from headwise.intercept.swap_forward import swap_forward
 from headwise.shapes import Float, Int
 
 POSITIONS_PER_TILE, TOKENS_PER_TILE = 1024, 512

@@ -22,8 +22,7 @@ from headwise.intercept.packed_sequences import PackedSequences
 from headwise.intercept.plans import PlannedCall, Recording, Step, are_in_order
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.intercept.session import current_session
-from headwise.intercept.site_parts import names_of_layer
-from headwise.intercept.trace.lineage import CallOrigins, attends_to_earlier_calls
+from headwise.intercept.trace.lineage import CallOrigins, attends_to_earlier_calls, names_of_layer
 from headwise.intercept.trace.tokens import CallTokens
 from headwise.intercept.unreadable_tensors import why_not_observed
 from headwise.shapes import Float

@@ -21,7 +21,6 @@ from headwise.intercept.module_call import ModuleCall, innermost_calls, must_tra
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
 from headwise.intercept.session import current_session
-from headwise.intercept.site_parts import OTHER_AXIS
 from headwise.intercept.trace.axes import HeadLayout, OutputAxes, axes_of
 from headwise.intercept.trace.functions import (
     PRODUCTS,
@@ -31,7 +30,7 @@ from headwise.intercept.trace.functions import (
     adds_to_product,
     contraction_of,
 )
-from headwise.intercept.trace.lineage import CallOrigins, Origin
+from headwise.intercept.trace.lineage import OTHER_AXIS, CallOrigins, Origin
 from headwise.intercept.trace.outputs import hold, report_established
 from headwise.intercept.trace.refusals import (
     ADDED_TENSOR,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headwise.intercept.interceptor import Interceptor, SiteKey
 from headwise.intercept.plans import Recording
 from headwise.intercept.site import Site
-from headwise.intercept.site_parts import SiteParts
+from headwise.intercept.trace.lineage import SiteParts
 from headwise.intercept.trace.modules import named_arguments
 
 NON_TOKEN_ARGUMENTS = ("pixel_values", "input_features", "input_values")

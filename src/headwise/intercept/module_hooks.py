@@ -16,10 +16,10 @@ from headwise.intercept.module_call import ModuleCall, must_trace
 from headwise.intercept.plans import Following, PlanKey, Recording, Steps
 from headwise.intercept.session import current_session
 from headwise.intercept.site import Site
-from headwise.intercept.site_parts import SiteParts
 from headwise.intercept.torch_patches import TorchCalls, trace_from_log
 from headwise.intercept.trace import outputs
 from headwise.intercept.trace.functions import tensors_among
+from headwise.intercept.trace.lineage import SiteParts
 from headwise.intercept.trace.unread import report_new
 from headwise.intercept.uncopied_hooks import UncopiedHooks
 

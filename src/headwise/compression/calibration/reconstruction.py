@@ -26,8 +26,7 @@ from headwise.errors import InputError
 from headwise.families.head_module import HeadModule, KeptHeads
 from headwise.families.registry import head_module
 from headwise.intercept.layer_index import is_inside
-from headwise.intercept.module_calls import module_calls
-from headwise.intercept.swap_forward import swap_forward
+from headwise.intercept.module_calls import module_calls, swap_forward
 from headwise.progress import progress_bar
 from headwise.removal.head_changes import check_parameters
 from headwise.shapes import Float, Int

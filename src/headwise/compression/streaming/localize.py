@@ -40,7 +40,7 @@ from headwise.compression.streaming.streaming_heads import StreamingHeads, weigh
 from headwise.data.batches import documents_of, evaluation_mode, frozen_parameters, relative_difference, select_examples
 from headwise.errors import InputError, require
 from headwise.intercept.hf_calls import HFCall, ModuleAttention, computing, without_compiled_code
-from headwise.intercept.swap_forward import swap_forward
+from headwise.intercept.module_calls import swap_forward
 from headwise.progress import progress_bar, shown_progress
 from headwise.runs.fingerprint import identity_of
 from headwise.shapes import Float
