@@ -296,17 +296,11 @@ def merged_layout(
     remaining = tuple(axis for axis in query_axes if shape[axis] <= 1 or size_along(axis, heads) < shape[axis])
     if not remaining:  # attention between heads or channels
         return None
-    if any(head.axis in remaining for head in heads) and _are_mixed(axes, features, remaining):
+    others = [{factor.axis for factor in axes[axis]} for axis in range(len(axes)) if axis not in features]
+    are_mixed = any(origin.intersection(remaining) and len(origin) > 1 for origin in others)
+    if are_mixed and any(head.axis in remaining for head in heads):  # the mixture may have further heads
         return None
     return HeadLayout(tuple(shape), value_axis, remaining, heads)
-
-
-def _are_mixed(axes: Axes, features: Collection[int], query_axes: tuple[int, ...]) -> bool:
-    """Return True if some axis of a tensor, other than `features`, contains queries together with something else, which
-    may be heads that the model did not merge with the features.
-    """
-    origins = [{factor.axis for factor in axes[axis]} for axis in range(len(axes)) if axis not in features]
-    return any(origin.intersection(query_axes) and len(origin) > 1 for origin in origins)
 
 
 def merged_axis(axes: Axes, value_axis: int) -> int | None:
@@ -350,10 +344,6 @@ class TensorMap(Generic[Value]):
     def discard(self, tensor: Tensor) -> None:
         """Remove the value stored for a tensor, if there is one."""
         self._entries.pop(id(tensor), None)
-
-    def clear(self) -> None:
-        """Remove all entries."""
-        self._entries.clear()
 
 
 def _discard(entries: dict[int, tuple[weakref.ref[Tensor], Any]], key: int, reference: weakref.ref[Tensor]) -> None:

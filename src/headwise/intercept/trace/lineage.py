@@ -149,9 +149,11 @@ class Lineage:
             return
         origins = [self._origins.get(tensor) or self.origin(tensor, module_calls) for tensor in tensors]
         joins_features = function in CONCATENATIONS and len({each.shape[:-1] for each in (*tensors, *results)}) == 1
-        origin = self._union(tensors, origins) if joins_features else self._of_result(function, tensors, origins)
         if joins_features:  # or the keys of scores
+            origin = self._union(tensors, origins)
             origin = origin._replace(factors=self._joined_factors(origins) or origin.factors)
+        else:
+            origin = (_RULES.get(function, Lineage._union) if tensors else Lineage._of_constant)(self, tensors, origins)
         if function in SELECTIONS:
             arguments = (*call.args, *call.kwargs.values())
             selection = (function, *map(_key_of, arguments[1:]))
@@ -283,12 +285,6 @@ class Lineage:
         sources = origin.projected or origin.joined
         return sources & ~self.state or sources
 
-    def _of_result(self, function: Any, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        if not tensors:
-            return self._of_constant(tensors, origins)
-        rule = _RULES.get(function)
-        return self._union(tensors, origins) if rule is None else rule(self, tensors, origins)
-
     def _union(self, _: list[Tensor], origins: list[Origin]) -> Origin:
         """Return the union of the origins. Tensors that depend on parameters and buffers alone do not count if there
         are others.
@@ -308,10 +304,6 @@ class Lineage:
         if origins[1].sources & ~self.state:
             return self._multiplied(tensors, origins)
         return self.linear(origins[0], origins[1], _offset(tensors[1]))
-
-    def _added_product(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin of a product of the second and third tensor, to which the first one is added."""
-        return self._multiplied(tensors[1:], origins[1:])
 
     def _multiplied(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
         """Return the origin of a product. A factor that depends on parameters and buffers alone counts as the weight of
@@ -417,7 +409,7 @@ _RULES: dict[Any, Callable[[Lineage, list[Tensor], list[Origin]], Origin]] = {
     **dict.fromkeys(
         CONVOLUTIONS | {F.linear, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}, Lineage._mapped
     ),
-    **dict.fromkeys(ADDED_PRODUCTS, Lineage._added_product),
+    **dict.fromkeys(ADDED_PRODUCTS, lambda self, tensors, origins: self._multiplied(tensors[1:], origins[1:])),
     **dict.fromkeys(PLACEMENTS, Lineage._placed),
 }
 """Methods that return the origin of the result of a function; that of other functions is the union of all origins."""

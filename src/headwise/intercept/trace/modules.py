@@ -10,35 +10,28 @@ from headwise.intercept.site import Site
 
 @runtime_checkable
 class RunningModule(Protocol):
-    """Running call of a module of a model, as tracing reads it."""
+    """Running call of a module of a model, as tracing reads it: a `ModuleCall`, which describes the attributes."""
 
     @property
-    def path(self) -> str:
-        """Path of the module in the model."""
+    def path(self) -> str: ...
 
     @property
-    def module(self) -> nn.Module:
-        """The module."""
+    def module(self) -> nn.Module: ...
 
     @property
-    def arguments(self) -> Mapping[str, Any]:
-        """Arguments of the call, by name."""
+    def arguments(self) -> Mapping[str, Any]: ...
 
     @property
-    def stated(self) -> Site | None:
-        """What the user states about the attention of the module; None for nothing."""
+    def stated(self) -> Site | None: ...
 
     @property
-    def is_attention(self) -> bool:
-        """True if the module is named after attention."""
+    def is_attention(self) -> bool: ...
 
     @property
-    def projected(self) -> list[int]:
-        """Numbers of elements of the linear maps that the module has computed, if it contains other modules."""
+    def projected(self) -> list[int]: ...
 
     @property
-    def unfollowed(self) -> list[str]:
-        """Reasons why it may have attended in a way that is not followed, since it last attended."""
+    def unfollowed(self) -> list[str]: ...
 
 
 def named_arguments(arguments: Mapping[str, Any]) -> Mapping[str, Any]:

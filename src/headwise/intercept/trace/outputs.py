@@ -288,7 +288,10 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
     if output.may_change and not followed.is_linear:
         output.refuse(NOT_LINEAR)
     elif layout is not None:
-        may_hide = layout.head_count == 1 and _may_hide_heads(followed, features)
+        further = [axis for axis in range(1, len(followed.axes)) if axis not in features]
+        of_further = [{factor.axis for factor in followed.axes[axis]} for axis in further]
+        # Another axis may be heads that are merged with the values later: it has no queries.
+        may_hide = layout.head_count == 1 and any(each and each.isdisjoint(output.axes.queries) for each in of_further)
         output.establish(layout, may_hide_heads=may_hide or _is_part(followed, layout))
         others = [each for each in others if output.is_other_head_of(each, as_features=False)]
         for each in [output, *others] if others else ():
@@ -304,15 +307,6 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
 def _layout_of(followed: FollowedOutput, features: list[int]) -> HeadLayout | None:
     output = followed.output
     return merged_layout(followed.axes, features, output.shape, output.axes.value, output.axes.queries)
-
-
-def _may_hide_heads(followed: FollowedOutput, features: list[int]) -> bool:
-    """Return True if a tensor may have an axis of heads that the model merges with the values later. Such an axis
-    contains no queries, is not the first one, and is not among `features`.
-    """
-    others = [factors for axis, factors in enumerate(followed.axes) if axis and axis not in features]
-    queries = set(followed.output.axes.queries)
-    return any(factors and not queries.intersection(factor.axis for factor in factors) for factors in others)
 
 
 def _may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:

@@ -199,10 +199,6 @@ class AttentionOutput:
     Args:
         source: the attention call; None if it was reported to the interceptors, which have changed the output.
         tensor: output, as the model computed it.
-        axes: roles of its axes.
-        module_calls: the running module calls, outermost first.
-        origins: sources of the queries, keys and values.
-        axis_of_heads: axis of the heads of an output that was reported; None for other outputs.
         number: number of the attention call in the call of the model, as recorded for a plan; None if not recorded.
 
     Attributes:
