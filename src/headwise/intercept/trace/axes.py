@@ -7,7 +7,7 @@ sequences, windows or queries, are not.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.intercept.trace.functions import Contraction, FunctionCall
+from headwise.intercept.trace.functions import Contraction, FunctionCall, functions_named
 from headwise.shapes import Float
 
 OTHER = -1
@@ -30,19 +30,13 @@ _VIEW_NAMES = (
     *("broadcast_to", "narrow", "select", "unbind", "chunk", "split", "tensor_split", "unfold", "__getitem__"),
 )
 
-VIEWS: frozenset[Callable[..., Any]] = frozenset(
-    [getattr(owner, name) for owner in (torch, Tensor) for name in _VIEW_NAMES if hasattr(owner, name)]
-    + [getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")]
-)
+VIEWS = functions_named(*_VIEW_NAMES) | {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 """Functions that only rearrange or select the elements of a tensor."""
 
 
-_MOVING_NAMES = ("flip", "fliplr", "flipud", "rot90", "roll", "index_select", "gather", "take_along_dim")
-
-MOVES: frozenset[Callable[..., Any]] = frozenset(
-    [getattr(owner, name) for owner in (torch, Tensor) for name in _MOVING_NAMES if hasattr(owner, name)]
-    + [torch.channel_shuffle, F.channel_shuffle]
-)
+MOVES = functions_named(
+    *("flip", "fliplr", "flipud", "rot90", "roll", "index_select", "gather", "take_along_dim", "channel_shuffle")
+) | {F.channel_shuffle}
 """Functions that move elements of a tensor along an axis, in an order that may depend on another argument."""
 
 

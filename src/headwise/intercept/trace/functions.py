@@ -11,36 +11,35 @@ from torch import Tensor, nn
 
 from headwise.intercept.undropped import DROPOUT_NAMES
 
-_QUERY_NAMES = (
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "stride",
-    "storage_offset",
-    "is_contiguous",
-    "__len__",
-)
-_OTHER_QUERY_NAMES = ("is_floating_point", "is_complex", "element_size", "get_device", "data_ptr", "__hash__")
+Functions = frozenset[Callable[..., Any]]
 
-VIEWING_GETTERS: frozenset[Callable[..., Any]] = frozenset(
+
+def functions_named(*names: str) -> Functions:
+    """Return the functions of torch and the methods of tensors with these names."""
+    functions = (getattr(owner, name, None) for owner in (torch, Tensor) for name in names)
+    return frozenset(each for each in functions if callable(each))  # `torch.float` is none
+
+
+_QUERY_NAMES = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "__len__"),
+    *("is_floating_point", "is_complex", "element_size", "get_device", "data_ptr", "__hash__"),
+)
+VIEWING_GETTERS: Functions = frozenset(
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
 )
 """Properties of a tensor that are tensors with its elements."""
 
 _GETTERS = [getattr(Tensor, name).__get__ for name in dir(Tensor) if inspect.isdatadescriptor(getattr(Tensor, name))]
 
-QUERIES: frozenset[Callable[..., Any]] = frozenset(
-    [getattr(Tensor, name) for name in (*_QUERY_NAMES, *_OTHER_QUERY_NAMES)]
-    + [getter for getter in _GETTERS if getter not in VIEWING_GETTERS]
+QUERIES: Functions = frozenset(
+    [getattr(Tensor, name) for name in _QUERY_NAMES] + [getter for getter in _GETTERS if getter not in VIEWING_GETTERS]
 )
 """Methods and properties of a tensor, such as its shape, that contain no elements of it."""
 
 
 _READING_NAMES = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero")
 
-READINGS: frozenset[Callable[..., Any]] = frozenset(
+READINGS: Functions = frozenset(
     [getattr(Tensor, name) for name in (*_READING_NAMES, "equal", "allclose")]
     + [torch.equal, torch.allclose, torch.is_nonzero]
 )
@@ -169,15 +168,9 @@ def overwritten_tensor(call: FunctionCall) -> Tensor | None:
 BMM = torch.bmm
 """Torch's own function, also while another one replaces it."""
 
-MATMULS: frozenset[Callable[..., Any]] = frozenset(
-    {torch.matmul, Tensor.matmul, Tensor.__matmul__, BMM, Tensor.bmm, torch.mm, Tensor.mm, torch.linalg.matmul}
-)
-ADDED_PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
-    {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm, Tensor.baddbmm_, Tensor.addmm_}
-)
-CONVOLUTIONS: frozenset[Callable[..., Any]] = frozenset(
-    {F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
-)
+MATMULS = functions_named("matmul", "__matmul__", "bmm", "mm") | {torch.linalg.matmul}
+ADDED_PRODUCTS = functions_named("baddbmm", "addmm") | {Tensor.baddbmm_, Tensor.addmm_}
+CONVOLUTIONS = functions_named("conv1d", "conv2d", "conv3d") | {F.conv1d, F.conv2d, F.conv3d}
 
 
 def multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
@@ -340,42 +333,32 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-CONCATENATIONS: frozenset[Any] = frozenset({torch.cat, torch.concat, torch.concatenate})
+CONCATENATIONS = functions_named("cat", "concat", "concatenate")
 """Functions that concatenate tensors."""
 
-REORDERINGS: frozenset[Any] = frozenset({torch.flip, Tensor.flip, torch.roll, Tensor.roll})
+REORDERINGS = functions_named("flip", "roll")
 """Functions that move tokens to other places."""
 
-SELECTIONS: frozenset[Any] = REORDERINGS | {
-    *(Tensor.__getitem__, torch.chunk, Tensor.chunk, torch.split, Tensor.split, torch.tensor_split),
-    *(Tensor.tensor_split, torch.unbind, Tensor.unbind, torch.select, Tensor.select, torch.narrow, Tensor.narrow),
-    *(torch.index_select, Tensor.index_select, torch.gather, Tensor.gather, torch.take_along_dim),
-    *(Tensor.take_along_dim, torch.masked_select, Tensor.masked_select),
-}
+SELECTIONS = REORDERINGS | functions_named(
+    *("__getitem__", "chunk", "split", "tensor_split", "unbind", "select", "narrow", "index_select", "gather"),
+    *("take_along_dim", "masked_select"),
+)
 """Functions that may return some of the tokens of a tensor."""
 
-PLACEMENTS: frozenset[Any] = frozenset(
-    {Tensor.__setitem__}
-    | {
-        getattr(owner, name)
-        for owner in (torch, Tensor)
-        for operation in ("index_copy", "index_add", "index_put", "scatter", "scatter_add")
-        for name in (operation, f"{operation}_")
-        if hasattr(owner, name)
-    }
+ASSIGNMENT = functions_named("__setitem__")
+"""Function that assigns to an index of a tensor."""
+
+PLACEMENTS = ASSIGNMENT | functions_named(
+    *("index_copy", "index_add", "index_put", "scatter", "scatter_add"),
+    *("index_copy_", "index_add_", "index_put_", "scatter_", "scatter_add_"),
 )
 """Functions that write tokens to places in another tensor, perhaps by an index."""
 
-CONSTANTS: frozenset[Any] = frozenset(
-    {
-        *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.rand_like, torch.randn_like),
-        *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
-    }
+CONSTANTS = functions_named(
+    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty"),
 )
 """Functions whose result does not depend on the numbers in a tensor that is passed to them."""
-
-ASSIGNMENT: frozenset[Any] = frozenset({Tensor.__setitem__})
-"""Function that assigns to an index of a tensor."""
 
 
 def written_by(call: FunctionCall, result: Any) -> Any:

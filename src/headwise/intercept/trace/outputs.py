@@ -34,6 +34,7 @@ from headwise.intercept.trace.functions import (
     CONVOLUTIONS,
     PRODUCTS,
     FunctionCall,
+    functions_named,
     is_parameter,
     overwritten_tensor,
     product_with,
@@ -69,8 +70,8 @@ _ASSIGNMENTS_IN_PLACE = frozenset({"__setitem__", "masked_fill_", "index_fill_",
 _RESHAPING_IN_PLACE = frozenset(
     {"transpose_", "t_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "resize_as_", "as_strided_"}
 )
-_STACKS: frozenset[Callable[..., Any]] = frozenset({torch.stack, torch.hstack, torch.vstack, torch.dstack})
-_SUMS: frozenset[Callable[..., Any]] = frozenset({torch.sum, Tensor.sum, torch.mean, Tensor.mean})
+_STACKS = functions_named("stack", "hstack", "vstack", "dstack")
+_SUMS = functions_named("sum", "mean")
 
 Arguments = list[tuple[Tensor, FollowedOutput]]
 """Arguments of a function call that were computed from attention outputs, each with how it was computed."""

@@ -30,6 +30,7 @@ from headwise.intercept.trace.functions import (
     FunctionCall,
     TensorVersions,
     contraction_of,
+    functions_named,
     is_parameter,
     multiplied_and_summed,
     product_with,
@@ -120,10 +121,8 @@ def repeated(call: FunctionCall, argument: Tensor, other: Tensor, number: int | 
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-_MULTIPLICATIONS: frozenset[Callable[..., Any]] = frozenset(
-    {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
-)
-_SUMS: frozenset[Callable[..., Any]] = frozenset({torch.sum, Tensor.sum})
+_MULTIPLICATIONS = functions_named("mul", "multiply", "__mul__", "__rmul__")
+_SUMS = functions_named("sum")
 
 
 def contracted(call: FunctionCall, result: Any) -> FunctionCall:
@@ -160,7 +159,7 @@ def _is_broadcast(factor: Tensor, result: Tensor) -> bool:
     )
 
 
-_WHERE: frozenset[Any] = frozenset({torch.where, Tensor.where})
+_WHERE = functions_named("where")
 """Functions that select elements of two tensors, but keep them at their places."""
 
 
@@ -330,15 +329,10 @@ def _numbers_of_product(call: FunctionCall, before: Tensor, numbers: Tensor | No
 _LENGTHENING = CONCATENATIONS | {F.pad}
 
 
-_SCALINGS: frozenset[Callable[..., Any]] = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide")
-    if hasattr(owner, name)
-)
+_SCALINGS = functions_named("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide")
 """Functions that multiply scores by factors."""
 
-_EXPONENTIALS: frozenset[Callable[..., Any]] = frozenset({torch.exp, Tensor.exp})
+_EXPONENTIALS = functions_named("exp")
 _NORMALISATIONS = _SCALINGS | _EXPONENTIALS | {F.normalize, Tensor.div_, Tensor.__itruediv__}
 """Functions whose result may be attention weights, if a model writes its softmax as an exponential and a sum."""
 

@@ -26,20 +26,15 @@ from headwise.intercept.trace.functions import (
     Contraction,
     FunctionCall,
     Label,
+    functions_named,
     is_parameter,
     tensors_among,
 )
 from headwise.intercept.trace.modules import RunningModule, named_arguments
 from headwise.shapes import Int
 
-_REPEATED_NAMES = ("stack", "hstack", "vstack", "repeat", "repeat_interleave", "tile", "rot90", "copy_", "where")
-REPEATED: frozenset[Callable[..., Any]] = (
-    VIEWS
-    | SELECTIONS
-    | PLACEMENTS
-    | CONCATENATIONS
-    | {getattr(owner, name) for owner in (torch, Tensor) for name in _REPEATED_NAMES if hasattr(owner, name)}
-    | {F.pad}
+REPEATED = (VIEWS | SELECTIONS | PLACEMENTS | CONCATENATIONS | {F.pad}) | functions_named(
+    *("stack", "hstack", "vstack", "repeat", "repeat_interleave", "tile", "rot90", "copy_", "where")
 )
 """Functions that select or reorder elements, which are repeated with the numbers of the tokens."""
 
@@ -49,7 +44,7 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 """Functions that are repeated by another function of the numbers."""
 
-SORTS: frozenset[Callable[..., Any]] = frozenset({torch.sort, Tensor.sort, torch.topk, Tensor.topk})
+SORTS = functions_named("sort", "topk")
 """Functions that return sorted elements, and their indices."""
 
 
@@ -348,7 +343,7 @@ OF_TOKENS = frozenset({"special", "confidence_content", "duplicate", "induction"
 INTEGERS = frozenset({torch.int64, torch.int32})
 """Types of token ids."""
 
-_KEEPING_PLACES = (VIEWS - SELECTIONS) | {torch.where, Tensor.where, Tensor.copy_}
+_KEEPING_PLACES = (VIEWS - SELECTIONS) | functions_named("where", "copy_")
 """Functions that select or rearrange elements, but keep the order of tokens."""
 
 _KEEPING_NAMES = frozenset(

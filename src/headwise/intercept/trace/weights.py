@@ -10,7 +10,13 @@ from torch import Tensor
 
 from headwise.intercept.additive_masks import hides_all_keys, with_infinite
 from headwise.intercept.trace.axes import VIEWS, Axes, axes_after
-from headwise.intercept.trace.functions import FunctionCall, overwritten_tensors, share_memory, version_of
+from headwise.intercept.trace.functions import (
+    FunctionCall,
+    functions_named,
+    overwritten_tensors,
+    share_memory,
+    version_of,
+)
 from headwise.intercept.trace.state import Weights, current_trace
 from headwise.shapes import Bool, Float
 
@@ -23,24 +29,17 @@ DATA: Callable[..., Any] = vars(torch._C.TensorBase)["data"].__get__
 DROPOUTS: frozenset[Callable[..., Any]] = frozenset({DROPOUT, torch.dropout})
 """Functions that set some weights to 0 at random during training."""
 
-FILLS: frozenset[Callable[..., Any]] = frozenset({torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_})
+FILLS = functions_named("masked_fill") | {Tensor.masked_fill_}
 """Functions that overwrite some of the weights."""
 
-COPIES: frozenset[Callable[..., Any]] = frozenset(
-    {
-        *(Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double),
-        *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach, DATA),
-    }
-)
+COPIES = functions_named(
+    *("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach")
+) | {DATA}
 """Functions that return the same numbers in the same shape."""
 
-_MODIFICATION_NAMES = ("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "div", "div_", "__truediv__")
-_OTHER_NAMES = ("__itruediv__", "divide", "where", "nan_to_num", "nan_to_num_", "tril", "triu", "clamp", "clamp_min")
-MODIFICATIONS: frozenset[Callable[..., Any]] = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in (*_MODIFICATION_NAMES, *_OTHER_NAMES)
-    if hasattr(owner, name)
+MODIFICATIONS = functions_named(
+    *("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "div", "div_", "__truediv__", "__itruediv__"),
+    *("divide", "where", "nan_to_num", "nan_to_num_", "tril", "triu", "clamp", "clamp_min"),
 )
 """Functions that change single weights, such as a mask by multiplication."""
 
