@@ -24,7 +24,7 @@ A model's function                       is intercepted by
 attention functions of `transformers`    `hf_calls`, where the library dispatches them
 softmax of products, under any name      `eager_softmax`: the result is taken as the weights, and their product with the
                                          values as the output
-a product that averages in another way   `unread_attention`: a warning names the module
+a product that averages in another way   `trace/unread`: a warning names the module
 an operator of another library           `fused_functions`: a warning names the module if it may compute attention
 `headwise.attend`                        `call_handlers.answer_intercepted`, by `attend`'s hook
 

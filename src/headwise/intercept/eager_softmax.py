@@ -1,7 +1,7 @@
 """Interception of attention that a module computes itself: softmax returns its weights, a product its output.
 
-The scores are followed to the softmax (`score_products`), the weights from there to their product with the values
-(`softmax_weights`), and the product to the output projection (`output_tracking`).
+Files of `trace/` follow the scores to the softmax (`scores`), the weights from there to their product with the values
+(`weights`), and the product to the output projection (`outputs`).
 """
 
 from dataclasses import dataclass, replace
