@@ -124,7 +124,11 @@ def linear_map(module: nn.Module, width: int) -> LinearMap | None:
         return plain if plain.weight.shape[1] == width else None
     if not _takes_one_input(module) or not may_fit(module, width):
         return None
-    with paused(), torch.no_grad(), torch.random.fork_rng(_gpus_of(module)):
+    with (
+        paused(),
+        torch.no_grad(),
+        torch.random.fork_rng({each.device for each in module.parameters() if each.is_cuda}),
+    ):
         try:
             return _found_map(_copy_without_hooks(module).eval(), width)
         except Exception:  # whatever a module of unknown class raises for an input that it was not written for
@@ -182,14 +186,10 @@ def _copy_without_hooks(module: nn.Module) -> nn.Module:
             if "_hooks" in name and isinstance(value, dict):
                 hooks = [hook for hook in value.values() if callable(hook)]
                 foreign = [hook for hook in hooks if not type(hook).__module__.startswith("torch.nn.utils")]
-                memo.update((id(hook), _do_nothing) for hook in foreign)
+                memo.update((id(hook), lambda *_, **__: None) for hook in foreign)
             elif isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach()  # a weight that such a hook has computed
     return deepcopy(module, memo)
-
-
-def _do_nothing(*_: Any, **__: Any) -> None:
-    """Do nothing; this function replaces a hook in a copy of a module."""
 
 
 def _found_map(module: nn.Module, width: int) -> LinearMap | None:
@@ -226,7 +226,3 @@ def _outputs(module: nn.Module, inputs: Float[Tensor, "rows width"]) -> Float[Te
     outputs = module(inputs[None])
     is_usable = isinstance(outputs, Tensor) and outputs.ndim == 3 and outputs.shape[:2] == (1, len(inputs))
     return outputs[0] if is_usable else None
-
-
-def _gpus_of(module: nn.Module) -> set[torch.device]:
-    return {parameter.device for parameter in module.parameters() if parameter.is_cuda}

@@ -1,103 +1,82 @@
 """Reasons for which the attention of a module is left out, as the start of a sentence that ends with module paths."""
 
 NOT_SEEN = "attention of these modules was not seen"
-"""Reason for modules that look like attention, but in which no attention was found."""
 
 HEADS_UNKNOWN = "attention of these modules is left out, since it is not established which axis is the heads"
-"""Reason for attention whose output cannot be followed to where it becomes the features of all heads."""
 
 HEADS_CONTRADICT = "attention of these modules is left out, since it has not the number of heads that the module stores"
-"""Reason for attention whose derived number of heads is not the module's own."""
 
 NOT_OVER_KEYS = "these modules compute a softmax that averages no values over keys, which is not read as attention"
-"""Reason for what looks like attention, but mixes features, channels or heads."""
 
 NO_QUERIES = (
     "attention of these modules is left out, since its output has no axis of queries, as for one query, or for queries "
     "that have keys of their own"
 )
-"""Reason for attention in which every sequence has one query, or every query has other keys, such as neighbours."""
 
 NORMALISED = (
     "these modules multiply weights that are normalised over an axis with another tensor and sum over this axis, in a "
     "way that is not read as attention"
 )
-"""Reason for averages whose weights come from no softmax of products of queries and keys that is followed."""
 
 NOT_NORMALISED = (
     "these modules multiply products of queries and keys with values without a softmax that is followed, which is not "
     "read as attention"
 )
-"""Reason for attention by other functions than softmax, such as sigmoid, or one that is normalised after the values.
-"""
 
 NOT_FOLLOWED = (
     "attention of these modules was not seen, but they call a function that is not followed and may compute attention, "
     "such as a scripted one or one of another library"
 )
-"""Reason for modules in which a tensor appears that no followed function has computed, after several projections."""
 
 NOT_AVERAGES = (
     "these modules change attention weights after the softmax so that they are no averages of keys, which are left out"
 )
-"""Reason for weights that are scaled, negative or sharpened."""
 
 HEADS_SEPARATE = (
     "attention of these modules is left out, since they compute it in several calls, each of which may be one head; "
     "state heads=1 in hw.Site if they have one (see docs/watch.md)"
 )
-"""Reason for modules that compute their heads one after the other."""
 
 MULTIPLIED = (
     "attention of these modules is left out, since its outputs are multiplied with other activations over their "
     "queries or values, as in products of several matrices of weights"
 )
-"""Reason for weights that are not the model's weights of tokens, but one of several factors of these."""
 
 NOT_LINEAR = (
     "outputs of the heads of these modules cannot be changed, since a function that is not linear, such as a norm or a "
     "sum with another tensor, is between them and the output projection"
 )
-"""Reason for heads whose outputs multiplied by a factor are not the same as columns of the projection multiplied by it.
-"""
 
 ADDED = (
     "attention of these modules is left out, since outputs of several softmaxes are added before the output "
     "projection, as in differential attention, so that no head has weights of its own"
 )
-"""Reason for outputs of several attention maps that share columns of the output projection."""
 
 ADDED_TENSOR = (
     "attention of these modules is left out, since one function multiplies the weights with the values and adds "
     "another tensor, so that the outputs of the heads are not known alone"
 )
-"""Reason for products such as `torch.baddbmm`."""
 
 COMPLEX = "attention of these modules is left out, since its outputs are complex numbers"
-"""Reason for attention with complex values."""
 
 WEIGHTS_IN_PARTS = (
     "attention of these modules is left out, since they multiply parts of the weights of one softmax with values one "
     "after the other"
 )
-"""Reason for a softmax whose rows or keys have products of their own."""
 
 KEYS_MOVED = (
     "attention of these modules is left out, since each query has its keys in another order, as after a sort of scores"
 )
-"""Reason for weights whose columns are no keys, but ranks of keys."""
 
 NEVER_CHANGED = (
     "outputs of the heads of these modules cannot be changed, since the model used them in a way that is not seen, as "
     "in torch.vmap or a scripted function"
 )
-"""Reason for heads whose outputs reached the end of the model without the change of an interceptor."""
 
 CHANGED_IN_PLACE = (
     "attention of these modules is left out, since the model changed its queries, keys, values, weights or output in "
     "place before the output projection"
 )
-"""Reason for attention whose tensors no longer have the numbers with which the model computed it."""
 
 REASONS_BESIDE_ATTENTION = frozenset(
     (NOT_SEEN, NOT_OVER_KEYS, NORMALISED, NOT_NORMALISED, NOT_FOLLOWED, NOT_LINEAR, NEVER_CHANGED)
