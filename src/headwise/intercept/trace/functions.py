@@ -1,9 +1,13 @@
-"""Functions of torch as a model calls them: their arguments, kinds, products, and what they overwrite."""
+"""Functions of torch as a model calls them: their arguments, kinds, products, and what they overwrite; and records of
+tensors by identity.
+"""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -364,3 +368,42 @@ CONSTANTS = functions_named(
 def written_by(call: FunctionCall, result: Any) -> Any:
     """Return the tensors that contain what a function call computed: its result, or the tensor assigned to."""
     return call.args[0] if call.function in ASSIGNMENT else result
+
+
+Value = TypeVar("Value")
+
+
+class TensorMap(Generic[Value]):
+    """Mapping with tensors as keys, compared by identity. It keeps no key in memory: an entry disappears when its
+    tensor no longer exists. A value must therefore not refer to its own key.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def get(self, tensor: Tensor) -> Value | None:
+        """Return the value stored for a tensor; None if there is none."""
+        entry = self._entries.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def items(self) -> list[tuple[Tensor, Value]]:
+        """Return all tensors with their values."""
+        pairs = [(reference(), value) for reference, value in self._entries.values()]
+        return [(tensor, value) for tensor, value in pairs if tensor is not None]
+
+    def set(self, tensor: Tensor, value: Value) -> None:
+        """Store the value of a tensor, in place of an earlier one."""
+        self._entries[id(tensor)] = weakref.ref(tensor, partial(_discard, self._entries, id(tensor))), value
+
+    def discard(self, tensor: Tensor) -> None:
+        """Remove the value stored for a tensor, if there is one."""
+        self._entries.pop(id(tensor), None)
+
+
+def _discard(entries: dict[int, tuple[weakref.ref[Tensor], Any]], key: int, reference: weakref.ref[Tensor]) -> None:
+    entry = entries.get(key)
+    if entry is not None and entry[0] is reference:
+        del entries[key]

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.intercept.trace.axes import TensorMap
 from headwise.intercept.trace.functions import (
     ADDED_PRODUCTS,
     CONCATENATIONS,
@@ -24,6 +23,7 @@ from headwise.intercept.trace.functions import (
     REORDERINGS,
     SELECTIONS,
     FunctionCall,
+    TensorMap,
     tensors_among,
 )
 from headwise.intercept.trace.modules import RunningModule

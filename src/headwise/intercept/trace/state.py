@@ -21,8 +21,8 @@ from headwise.errors import InputError
 from headwise.families.head_module import HEAD_COUNTS
 from headwise.intercept.attention_source import AttentionSource, Handlers
 from headwise.intercept.site import Site
-from headwise.intercept.trace.axes import Axes, Factor, HeadLayout, OutputAxes, TensorMap
-from headwise.intercept.trace.functions import TensorVersions, share_memory, version_of
+from headwise.intercept.trace.axes import Axes, Factor, HeadLayout, OutputAxes
+from headwise.intercept.trace.functions import TensorMap, TensorVersions, share_memory, version_of
 from headwise.intercept.trace.lineage import CallOrigins, Lineage, Origin, query_and_key
 from headwise.intercept.trace.modules import RunningModule
 from headwise.intercept.trace.refusals import CHANGED_IN_PLACE, HEADS_CONTRADICT, HEADS_UNKNOWN

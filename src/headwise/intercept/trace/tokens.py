@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.intercept.trace.axes import VIEWS, TensorMap
+from headwise.intercept.trace.axes import VIEWS
 from headwise.intercept.trace.functions import (
     ADDED_PRODUCTS,
     CONCATENATIONS,
@@ -26,6 +26,7 @@ from headwise.intercept.trace.functions import (
     Contraction,
     FunctionCall,
     Label,
+    TensorMap,
     functions_named,
     is_parameter,
     tensors_among,
