@@ -9,6 +9,7 @@ import io
 import pickle
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.utils import checkpoint
 
 import headwise as hw
 from headwise.attention import attend
-from headwise.intercept.session import Session, current_session
+from headwise.intercept.session import RUNNING, Session, current_session
 from tiny import TOKENS, family
 
 WIDTH, HEADS, LENGTH, BATCH = 33, 3, 7, 2
@@ -65,7 +66,13 @@ def state_of(model: nn.Module) -> list:
     numbers = [parameter.detach().clone().tolist() for parameter in (*model.parameters(), *model.buffers())]
     random_state = torch.get_rng_state().tolist()
     session = current_session()
-    stack = session.module_calls[:], session.torch_mode, session.is_paused, Session.interceptions, session._running
+    stack = (
+        session.module_calls[:],
+        session.torch_mode,
+        session.is_paused,
+        Session.interceptions,
+        list(RUNNING.sessions),
+    )
     modules = set(sys.modules)
     return [functions, attributes, numbers, random_state, stack, list(_get_current_function_mode_stack()), modules]
 
@@ -193,6 +200,23 @@ def test_hooks_are_removed_if_one_of_them_cannot_be_registered():
         with pytest.raises(RuntimeError, match="no hooks here"), context:
             pass
         assert state_of(model) == before
+
+
+@torch.no_grad()
+def test_a_thread_that_outlives_the_context_keeps_no_model():
+    """No hook ends the calls that run in a thread when the context ends elsewhere."""
+    model, started, ended = a_model(), threading.Event(), threading.Event()
+    model[1].register_forward_hook(lambda *_: started.set() or (ended.wait(60) and None))
+    with hw.watch(model):
+        thread = threading.Thread(target=model, args=(X,))
+        thread.start()
+        assert started.wait(60)
+    ended.set()
+    thread.join()
+    reference = weakref.ref(model)
+    del model, thread
+    gc.collect()
+    assert reference() is None
 
 
 def attend_elsewhere(heads: int) -> Tensor:

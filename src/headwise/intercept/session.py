@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import get_ident
+from threading import get_ident, local
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -81,7 +81,6 @@ class Session(Trace):
     """
 
     interceptions: ClassVar[tuple[Interception, ...]] = ()
-    _running: ClassVar[set["Session"]] = set()
 
     def __init__(self, before: "Session | None" = None) -> None:
         super().__init__(before)
@@ -129,7 +128,7 @@ class Session(Trace):
         """Enter the mode that intercepts torch's functions while module calls run."""
         self.torch_mode = mode
         mode.__enter__()  # type: ignore[no-untyped-call]
-        Session._running.add(self)
+        RUNNING.sessions.add(self)
 
     @property
     def intercepts(self) -> bool:
@@ -214,7 +213,7 @@ class Session(Trace):
             return
         self.following = None
         if self.torch_mode is not None:
-            Session._running.discard(self)
+            RUNNING.sessions.discard(self)
             self.lineage.restart()
             self.attention = FollowedAttention()  # an exception may have left some
             # A module call that was left by another thread's end of the context can have left the mode below others.
@@ -231,9 +230,8 @@ class Session(Trace):
         """Remove the module calls of `interceptor`, whose context ends, from all sessions of this thread: torch calls
         no hook after what is not an Exception, such as KeyboardInterrupt.
         """
-        for session in list(Session._running):
-            if session.thread == get_ident():
-                session.end_module_calls(interceptor)
+        for session in list(RUNNING.sessions):
+            session.end_module_calls(interceptor)
 
     def on_attention_found(self, module_calls: Sequence[RunningModule], origins: CallOrigins) -> tuple[bool, bool]:
         """Number the layer of an attention call, if the module computes several layers itself: in the order in which
@@ -323,6 +321,18 @@ class Session(Trace):
             yield
         finally:
             self.only_interceptor = before
+
+
+class _RunningSessions(local):
+    """Sessions in which module calls run, of each thread. They may outlast the context of the running code, as where an
+    exception ends a task, but not the thread.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: set[Session] = set()
+
+
+RUNNING = _RunningSessions()
 
 
 def current_session() -> Session:
