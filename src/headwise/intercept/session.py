@@ -132,9 +132,7 @@ class Session(Trace):
 
     @property
     def intercepts(self) -> bool:
-        """True if attention calls are to be intercepted: a module of an intercepted model runs, and
-        interception is not paused.
-        """
+        """True if a module of an intercepted model runs and interception is not paused: attention is intercepted."""
         return bool(self.module_calls) and not self.is_paused
 
     def reports_unreadable(self, tensor: Tensor) -> bool:
@@ -190,8 +188,8 @@ class Session(Trace):
 
     @property
     def current_interceptions(self) -> tuple[Interception, ...]:
-        """Interceptions (contexts that intercept a model) that apply, outermost first. While activation
-        checkpointing repeats a forward pass, they are those that applied in this forward pass; otherwise all open ones.
+        """Interceptions that apply, outermost first: while activation checkpointing repeats a forward pass, those that
+        applied in this forward pass; otherwise all open ones.
         """
         return self.interceptions if self.recomputed is None else self.recomputed
 

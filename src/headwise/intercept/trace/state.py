@@ -523,7 +523,7 @@ class FollowedAttention:
 
 
 class Trace(ABC):
-    """What was derived from the functions of one running call of a model, and the interface by which it is reported.
+    """Facts derived from the functions of one running call of a model, and the interface by which it is reported.
 
     Attributes:
         module_calls: the running calls of modules, outermost first.
