@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import headwise as hw
 from headwise.attention.backends.native import library
-from headwise.intercept import accelerated_modules, accelerated_sdpa
+from headwise.intercept import accelerated_sdpa
 from oracles import distance, plain_attention, plain_errors
 
 pytestmark = [
@@ -166,8 +166,8 @@ def test_calls_without_an_axis_of_sequences(mask):
 
 def test_a_mask_that_layers_share_is_read_once(monkeypatch):
     reads = []
-    own = accelerated_modules.run_lengths
-    monkeypatch.setattr(accelerated_modules, "run_lengths", lambda *args: reads.append(args) or own(*args))
+    own = accelerated_sdpa.run_lengths
+    monkeypatch.setattr(accelerated_sdpa, "run_lengths", lambda *args: reads.append(args) or own(*args))
 
     class Twice(nn.Module):
         def __init__(self):

@@ -10,7 +10,7 @@ from torch import nn
 
 import headwise as hw
 from headwise.attention.backends.native import library
-from headwise.intercept.accelerated_modules import OBSERVED, OWN_BACKEND
+from headwise.intercept.accelerated_sdpa import OBSERVED, OWN_BACKEND
 from oracles import distance
 from tiny import PADDED, TOKENS, configs, family, with_distinct_heads
 

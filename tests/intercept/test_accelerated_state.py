@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import headwise as hw
 from headwise.attention.backends.native import library
 from headwise.errors import InputError
-from headwise.intercept.accelerated_modules import accelerated_modules
+from headwise.intercept.accelerated_sdpa import accelerated_modules
 from tiny import PADDED, TOKENS, family
 
 pytestmark = [

@@ -185,6 +185,6 @@ def test_recomputation_stops_cleanly_at_an_error():
     with pytest.raises(ZeroDivisionError, match="division by zero"):
         loss.backward()
     hook.remove()
-    assert F.scaled_dot_product_attention.__module__ != "headwise.intercept.sdpa_calls"
+    assert F.scaled_dot_product_attention.__module__ != "headwise.intercept.adapters.sdpa"
     assert torch.overrides._get_current_function_mode() is None
     torch.testing.assert_close(model(x), again(x))

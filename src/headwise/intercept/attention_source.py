@@ -1,12 +1,11 @@
 """Objects from which the output of an attention call is computed, before it is known which axis is the heads."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from headwise.attention.problem import Problem
 from headwise.intercept.trace.axes import HeadLayout
 from headwise.shapes import Float
 
@@ -19,16 +18,14 @@ class Handlers(Protocol):
     def changes(self) -> Sequence[object]:
         """Functions that change the output of the call."""
 
-    def changed(
-        self, out: Tensor, uniform_output: Callable[[], Tensor], read_problem: Callable[[], Problem | None]
-    ) -> Tensor:
+    def changed(self, out: Float[Tensor, "batch heads queries value_dim"]) -> Tensor:
         """Return the output of the heads after all changes."""
 
+    def observe(self, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
+        """Pass the attention weights, and the output that the model computed, to the functions that observe."""
 
-HandlersT = TypeVar("HandlersT", bound=Handlers)
 
-
-class AttentionSource(ABC, Generic[HandlersT]):
+class AttentionSource(ABC):
     """Base class for one attention call whose axis of heads is not known yet. It stores the tensors from which the
     output was computed, and reports the call once the layout of the heads is known.
 
@@ -64,25 +61,7 @@ class AttentionSource(ABC, Generic[HandlersT]):
         """
 
     @abstractmethod
-    def handlers(self, layout: HeadLayout) -> HandlersT:
+    def handlers(self, layout: HeadLayout) -> Handlers:
         """Report the attention call to the interceptors of the model. `layout` states which of its axes are the heads.
         Return the functions by which they observe or change the call.
         """
-
-    @abstractmethod
-    def observe(
-        self, handlers: HandlersT, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
-    ) -> None:
-        """Pass the attention weights, and the output `out` that the model computed, to the functions in `handlers` that
-        observe the call.
-        """
-
-    @abstractmethod
-    def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return what each head would output if every query attended with equal weights to all keys that it may see."""
-
-    def stated_problem(self, layout: HeadLayout) -> Problem | None:
-        """Return the call as a `Problem`, headwise's form of the tensors and options of one attention call. `layout`
-        states which axes are the heads. By default return None, for calls whose queries and keys are unknown.
-        """
-        return None

@@ -12,7 +12,6 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.intercept.documents import first_tokens_of_documents, ids_by_document
 from headwise.intercept.hidden_keys import shaped_as_padding, without_unselected
 from headwise.intercept.interceptor import Call, SiteKey
-from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.padding import (
     RealTokens,
@@ -26,7 +25,7 @@ from headwise.intercept.padding import (
     require_hidden,
 )
 from headwise.intercept.positions import FIRST_UNKNOWN, lacks_first_token, own_key_of_first_query
-from headwise.intercept.received_mask import ReceivedMask
+from headwise.intercept.received_mask import MaskFacts, ReceivedMask
 from headwise.intercept.sequence_positions import positions_in_sequences, separates_documents, stated_positions
 from headwise.intercept.sequences import EMPTY, NO_TOKEN, Continuation, History, SiteMemory, padded_to
 from headwise.intercept.shared_results import SharedResults

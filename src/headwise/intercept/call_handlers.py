@@ -2,25 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.attention.attend import uniform_output
-from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
-from headwise.intercept.accelerated_modules import OWN_BACKEND, accelerated_modules
-from headwise.intercept.foreign_functions import is_sdpa_foreign
+from headwise.intercept.accelerated_sdpa import OBSERVED, accelerated_modules
+from headwise.intercept.attention_call import AttentionCall, KnownWeights
 from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, must_trace, tokens_and_padding
-from headwise.intercept.packed_sequences import PackedSequences
 from headwise.intercept.plans import PlannedCall, Recording, Step, are_in_order
-from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
+from headwise.intercept.received_mask import MaskSource, fill_hidden_rows_as_torch, is_uniform_where_hidden
 from headwise.intercept.session import current_session
 from headwise.intercept.trace.lineage import CallOrigins, attends_to_earlier_calls, names_of_layer
 from headwise.intercept.trace.tokens import CallTokens
@@ -31,236 +29,147 @@ from headwise.statistics.kernel_statistics import fastest_or_reference
 from headwise.statistics.row_blocks import row_blocks_of_weights
 
 
-class CallHandlers(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class CallHandlers:
     """Functions that interceptors (objects that observe or change a model's attention) returned for one attention call:
     some observe the call, others change its output. Methods of this class pass the attention weights to the observing
     functions, and the head outputs through the changing ones.
 
     Attributes:
+        call: the attention call.
         observations: how the call is observed.
         changes: functions that change its output, that of the innermost context last.
     """
 
-    observations: list[Observation]
-    changes: list[Change]
+    call: AttentionCall
+    observations: list[Observation] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
 
-    def answer(
-        self, read_problem: Callable[[], Problem], compute: Callable[[], Answer], keeps_output: bool = False
-    ) -> Answer:
-        """Compute one attention call and return its answer, before interceptors change it. Without observers, call
-        `compute`, the model's own function. With observers, read the call by `read_problem`, and pass its attention
-        weights to the observers in row blocks (some query rows at a time). Then notify the observers that the call has
-        ended.
+    def answer(self, compute: Callable[[], Answer], *, keeps_output: bool = False) -> Answer:
+        """Compute the attention call, inside of `Session.paused()`, and return its answer, without the interceptors'
+        changes. Without observers, that is the answer of `compute`, the model's own function, with the output `(batch,
+        heads, queries, value_dim)`. With observers, pass the attention weights to them.
 
-        With observers, headwise's own blockwise attention may compute the answer in place of `compute`. It does not if
-        an observer has a check or requires the model's output, if the call has dropout, or if `keeps_output` is True.
-        With dropout, `compute` draws the same random numbers as without observers, and the weights before dropout are
-        observed.
-
-        Args:
-            read_problem: function that states the call as a `Problem`; called only if there are observers.
-            compute: the model's own function, which answers where there is no observer or one with a check.
-            keeps_output: let `compute` answer with observers, too, and compute the weights in addition.
+        With observers, headwise's own attention computes the answer of a replaceable call in place of `compute`. It
+        does not if the weights are known, if an observer has a check or requires the model's output, if the call has
+        dropout, if `keeps_output` is True, or if an additive mask hides all keys of a row by numbers under which
+        torch's softmax is not uniform. With dropout, `compute` draws the same random numbers as without observers, and
+        the weights before dropout are observed.
         """
-        with current_session().paused():
-            if not self.observations:
-                return compute()
-            problem = read_problem()
-            with _outside_torch_modes(problem.q):
-                if self._has_check:
-                    answer = compute()
-                    self._observe_checked_problem(problem, answer.out)
-                elif problem.dropout > 0 or keeps_output or self.keeps_output:
-                    answer = compute()
-                    # Statistics are those without dropout, also those of the output.
-                    known = fastest_or_reference if problem.dropout > 0 else lambda _: answer
-                    with torch.no_grad():
-                        attend_observed(
-                            problem.without_dropout(), self._observe, self._call_context, known, self._whole_call
-                        )
-                else:
-                    answer = attend_observed(
-                        problem, self._observe, self._call_context, lambda _: compute(), self._whole_call
-                    )
+        call = self.call
+        if not self.observations:
+            return compute()
+        keeps_output |= not call.is_replaceable or self._has_check or call.has_weights
+        keeps_output |= any(observation.keeps_output for observation in self.observations)
+        if keeps_output or call.problem.dropout > 0 or not is_uniform_where_hidden(call.mask):
+            answer = compute()
+            self.observe(answer.out)
+            return answer
+        computed: list[Answer] = []
+
+        def compute_and_keep(problem: Problem) -> Answer:
+            computed.append(compute())
+            return computed[0]
+
+        problem, context = call.problem, self.observations[0].call_context
+        with _outside_torch_modes(problem.q):
+            answer = attend_observed(problem, self._observe, context, compute_and_keep, self._whole_call)
+            answer = answer._replace(out=fill_hidden_rows_as_torch(answer.out, problem.v, call.mask))
+        if not computed and accelerated_modules.is_accelerated:
+            accelerated_modules.record(OBSERVED)
         self._end()
         return answer
 
-    def observe_weights(
-        self,
-        weights: Float[Tensor, "batch heads queries keys"],
-        received: ReceivedMask | None,
-        out: Float[Tensor, "batch heads queries value_dim"] | None,
-        values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
-        is_unchecked: bool = False,
-        scores: Callable[[], tuple[Tensor | None, Tensor | None]] = lambda: (None, None),
-    ) -> None:
-        """Pass attention `weights` that the model itself has computed to the observers, in row blocks (some query rows
-        at a time). Then notify the observers that the call has ended. Each row block also contains the head outputs of
-        its rows, taken from `out`. If `is_unchecked` is True and an observer has a check, the outputs are instead
-        computed as weights times values, and the check compares them with `out`.
-
-        Args:
-            weights: the weights.
-            received: the mask of the call; None if it is unknown, so that keys of weight 0 count as hidden.
-            out: output that the model computed; None if the weights have several products.
-            values: the values; None if unknown.
-            is_unchecked: True if `out` is not known to be the product of the weights and the values.
-            scores: function that returns the scores `(batch, heads, queries, keys)` behind the weights, and those
-                before a softcap; each is None if it is unknown, or without a softcap.
+    def observe(self, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
+        """Pass the attention weights of the call, which has computed the output `out`, to the observers. Then notify
+        them that the call has ended. The weights are known, or computed again without dropout. If an observer has a
+        check, row blocks contain the products of weights and values, which the check compares with `out`.
         """
         if not self.observations:
             return
-        weights, out = weights.detach(), None if out is None else out.detach()
-        visible = None if received is None else received.block
-        with current_session().paused(), torch.no_grad(), _outside_torch_modes(weights):
-            row_blocks = partial(row_blocks_of_weights, weights, out, self._call_context, visible, values)
-            if self._has_check and is_unchecked and out is not None:
-                for row_block in row_blocks(with_output=True, scores=scores()):
-                    self._check_and_observe(out, row_block)
-            else:
-                for row_block in row_blocks(scores=scores()):
-                    self._observe(row_block)
-        self._end()
+        with current_session().paused(), torch.no_grad():
+            known = self.call.weights(out.detach())
+            with _outside_torch_modes(out):
+                if known is None:
+                    self._observe_problem(out)
+                else:
+                    self._observe_weights(known)
+            self._end()
 
-    def observe_problem(self, problem: Problem, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Compute the attention weights of a call again, without dropout, after the model itself has computed its
-        output `out`. Pass the weights to the observers in row blocks (some query rows at a time), then notify them that
-        the call has ended. Without observers, do nothing.
+    def _observe_problem(self, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
+        """Compute the attention weights of the call again, and pass them to the observers."""
+        problem, answer, context = self.call.problem, Answer(out, None, None), self.observations[0].call_context
+        observe, known = self._observe, lambda _: answer
+        if self._has_check:
+            observe = partial(observe, checked=out)
+        elif problem.dropout > 0:
+            known = fastest_or_reference  # statistics are those without dropout, also those of the output
+        whole_call, problem = None if self._has_check else self._whole_call, problem.without_dropout()
+        attend_observed(problem, observe, context, known, whole_call, computes_output=self._has_check)
 
-        Args:
-            problem: the attention call.
-            out: output that the model computed.
-        """
-        if not self.observations:
-            return
-        with current_session().paused(), torch.no_grad(), _outside_torch_modes(problem.q):
-            if self._has_check:
-                self._observe_checked_problem(problem, out)
-            else:
-                undropped, answer = problem.without_dropout(), Answer(out, None, None)
-                attend_observed(undropped, self._observe, self._call_context, lambda _: answer, self._whole_call)
-        self._end()
+    def _observe_weights(self, known: KnownWeights) -> None:
+        """Pass attention weights that are known to the observers."""
+        visible, context = self.call.received().block, self.observations[0].call_context
+        checked = known.out if self._has_check and not known.is_checked else None
+        for row_block in row_blocks_of_weights(
+            *(known.weights.detach(), known.out, context, visible, known.values),
+            with_output=checked is not None,
+            scores=known.scores(),
+        ):
+            self._observe(row_block, checked)
 
-    def changed(
-        self,
-        out: Float[Tensor, "batch heads queries value_dim"],
-        uniform_output: Callable[[], Float[Tensor, "batch heads queries value_dim"]],
-        read_problem: Callable[[], Problem | None],
-    ) -> Float[Tensor, "batch heads queries value_dim"]:
+    def changed(self, out: Float[Tensor, "batch heads queries value_dim"]) -> Tensor:
         """Return the head outputs `out` after all changes that interceptors requested, each applied to the result of
-        the previous one. Changes may call `uniform_output`, which computes the head outputs under uniform attention.
-        They may also call `read_problem`, which returns the call as a `Problem` (its tensors and options), or None if
-        these are unknown.
+        the previous one.
         """
         with current_session().paused():
             for change in self.changes:
-                out = change(HeadOutput(out, uniform_output, read_problem))
+                out = change(HeadOutput(out, self.call.uniform_output, self.call.stated_problem))
         return out
 
     @property
-    def keeps_output(self) -> bool:
-        """True if an observer requires that the model's own function computes the output, so that observation does not
-        change a single bit of it.
-        """
-        return any(observation.keeps_output for observation in self.observations)
-
-    @property
-    def _call_context(self) -> CallContext:
-        """`CallContext` (token ids and padding) of the observed attention call. It is read from the first of the call's
-        observations.
-        """
-        return self.observations[0].call_context
-
-    @property
     def _has_check(self) -> bool:
-        """True if at least one observation has a check, which compares the head outputs computed from the observed
-        weights with the model's own.
-        """
+        """True if at least one observation has a check."""
         return any(observation.check is not None for observation in self.observations)
 
     @property
     def _whole_call(self) -> WholeCall | None:
-        """Statistics that the native kernels may compute without passing row blocks to an observer. They are those of
-        the call's only observation, if it needs no attention weights of single rows. None if there are several
-        observations, or if the only one needs the weights.
+        """Statistics that kernels may compute without row blocks: those of the only observation, if it needs no weights
+        of single rows.
         """
         return self.observations[0].whole_call if len(self.observations) == 1 else None
 
-    def _observe(self, row_block: RowBlock) -> None:
-        """Pass one row block (attention weights of some query rows) to the observer function of every observation of
-        this call. Each observer receives the row block with the tokens and padding that its own observation stores.
+    def _observe(
+        self, row_block: RowBlock, checked: Float[Tensor, "batch heads queries value_dim"] | None = None
+    ) -> None:
+        """Pass one row block to the observers, with the tokens and padding that each observation stores. Before, call
+        the checks with the same rows of the output `checked`, if there is one.
         """
+        for observation in self.observations:
+            if checked is not None and observation.check is not None:
+                observation.check(row_block, checked[row_block.tile.row_slices])
         for observation in self.observations:
             observation.observer(row_block.with_call_context(observation.call_context))
 
-    def _observe_checked_problem(self, problem: Problem, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Compute the attention weights and outputs of a problem (one attention call) in row blocks, some query rows at
-        a time. Each observation that has a check compares these outputs with the model's own output `out`. Then pass
-        the blocks to every observer.
-        """
-        answer, observe = Answer(out, None, None), partial(self._check_and_observe, out)
-        with torch.no_grad():
-            attend_observed(
-                problem.without_dropout(), observe, self._call_context, lambda _: answer, computes_output=True
-            )
-
-    def _check_and_observe(self, out: Float[Tensor, "batch heads queries value_dim"], row_block: RowBlock) -> None:
-        """Call the check of every observation that has one, with a row block (attention weights of some query rows) and
-        the same rows of the model's own output `out`. Then pass the block to every observer.
-        """
-        for observation in self.observations:
-            if observation.check is not None:
-                observation.check(row_block, out[row_block.tile.row_slices])
-        self._observe(row_block)
-
     def _end(self) -> None:
         """Notify every observation that the attention call has ended."""
-        with current_session().paused():
-            for observation in self.observations:
-                observation.on_end()
+        for observation in self.observations:
+            observation.on_end()
 
 
-def handlers_of_call(
-    grid: Grid,
-    kv_heads: int,
-    value_dim: int | None,
-    module_calls: Sequence[ModuleCall] | None = None,
-    mask_source: MaskSource = NO_MASK_SOURCE,
-    origins: CallOrigins | None = None,
-    *,
-    is_observed: bool = True,
-    keys: Tensor | None = None,
-    appended_keys: int = 0,
-    is_aligned: bool = False,
-    step: Step | None = None,
-    packed: PackedSequences | None = None,
-) -> CallHandlers:
+def handlers_of_call(call: AttentionCall) -> CallHandlers:
     """Report one attention call to the interceptors (objects that observe or change attention) of the models whose
-    modules are among `module_calls`. Return the functions by which the interceptors observe or change the call. Within
-    a context `exclusive_to`, report the call only to the interceptor that this context selects.
-
-    Args:
-        grid: size of the scores: batch, heads, queries, keys.
-        kv_heads: number of key/value heads.
-        value_dim: features of a value.
-        module_calls: the module calls in which the call happened; by default those running in this thread.
-        mask_source: the mask that the call received; by default it is unknown.
-        origins: sources of the call's queries, keys and values; by default they are unknown.
-        is_observed: False if its weights were observed in another call.
-        keys: the keys `(batch, kv_heads, keys, head_dim)`, or features of the values, if they are known.
-        appended_keys: number of keys at the end that stand for no token.
-        is_aligned: True if the call itself states the positions of its queries and keys.
-        step: the call as it is recorded for a plan, or as a plan states it; by default there is no plan for calls of
-            the model.
-        packed: places of the queries among the tokens of the model, if the call packs sequences of different lengths.
+    modules are running, or were when the call happened. Return the functions by which the interceptors observe or
+    change the call. Within a context `exclusive_to`, report the call only to the interceptor that this context selects.
     """
-    session = current_session()
-    module_calls = session.module_calls if module_calls is None else module_calls
-    handlers = CallHandlers([], [])
-    is_observed = is_observed and grid.batch * grid.heads * grid.queries * grid.keys > 0
+    session, grid, origins, step, packed = current_session(), call.grid, call.origins, call.step, call.packed
+    module_calls = session.module_calls if call.module_calls is None else call.module_calls
+    handlers = CallHandlers(call)
+    is_observed = call.is_observed and grid.batch * grid.heads * grid.queries * grid.keys > 0
     planned, unobserved = None if step is None else step.planned, why_not_observed(grid.device)
     following = session.following
     sources = _input_sources(origins) if planned is None or following is None else following.sources_of(planned, grid)
+    mask_source = MaskSource(call.received, call.mask_origin)
     if unobserved is not None or step is None:
         must_trace(module_calls)
     for module_call in _innermost_of_each_interceptor(module_calls):
@@ -291,30 +200,30 @@ def handlers_of_call(
                 interceptor.on_projected(module_call.path, alive)
         if packed is not None:  # the arguments of the modules have the layout of the packed tokens
             tokens, padding = tokens._replace(ids=packed.token_ids(tokens.ids)), None
-        call = Call(
+        reported = Call(
             site,
             layer_number_of(module_call.module),
             nested[0].count_call(site),
             grid,
-            kv_heads,
-            value_dim,
+            call.kv_heads,
+            call.value_dim,
             tokens,
             padding,
             mask_source=mask_source,
             is_recomputation=session.is_recomputing,
-            keys=keys,
-            appended_keys=appended_keys,
-            is_aligned=is_aligned,
+            keys=call.keys,
+            appended_keys=call.appended_keys,
+            is_aligned=call.is_aligned,
             sources=sources,
             module_arguments=() if packed is not None else tuple(outer.arguments for outer in reversed(nested)),
             real_queries=None if packed is None else packed.is_real,
             real_keys=None if packed is None else packed.real_keys,
         )
         with session.paused():
-            observation = interceptor.observe(call) if is_observed and unobserved is None else None
+            observation = interceptor.observe(reported) if is_observed and unobserved is None else None
             if unobserved is not None and type(interceptor).observe is not Interceptor.observe:
                 interceptor.on_unreadable(module_call.path, unobserved)
-            change = interceptor.change(call)
+            change = interceptor.change(reported)
         handlers.observations.extend([] if observation is None else [observation])
         handlers.changes.extend([] if change is None else [change])
     return handlers
@@ -369,46 +278,6 @@ def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[M
         if session.only_interceptor in (None, module_call.interceptor) and module_call.interceptor in interceptors:
             innermost.setdefault(id(module_call.interceptor), module_call)
     return list(innermost.values())
-
-
-def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute an attention call that was passed to `headwise.attend` as a `Problem`, by calling `run`, and return the
-    answer. While an intercepted model is running, interceptors may observe the attention weights and change the head
-    outputs. If they observe, blockwise attention may compute the answer in place of `run`.
-    """
-    session = current_session()
-    with accelerated_modules.paused(OWN_BACKEND):
-        if not session.intercepts:
-            return run(problem)
-        with session.paused():
-            return _answer_to_interceptors(problem, run)
-
-
-def _answer_to_interceptors(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute an attention call of `headwise.attend` inside an intercepted model. Report the call to the interceptors,
-    let them observe the weights and change the output, and return the answer.
-    """
-    mask_source = MaskSource(lambda: ReceivedMask.of_problem(problem))
-    session = current_session()
-    step = session.step("headwise.attend", problem.q, problem.k, problem.v)
-    if step is None:
-        return run(problem)
-    origins = session.origins_of(problem.q, problem.k, problem.v)
-    handlers = handlers_of_call(
-        problem.grid,
-        problem.k.shape[1],
-        problem.v.shape[-1],
-        mask_source=mask_source,
-        origins=origins,
-        keys=problem.k,
-        is_aligned=True,
-        step=step,
-    )
-    answer = handlers.answer(lambda: problem, lambda: run(problem), is_sdpa_foreign())
-    out = handlers.changed(answer.out, lambda: uniform_output(problem), lambda: problem)
-    if origins is not None:
-        session.lineage.set_attended(out, origins)
-    return answer._replace(out=out)
 
 
 def _outside_torch_modes(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
-from headwise.intercept.accelerated_modules import accelerated_modules
+from headwise.intercept.accelerated_sdpa import accelerated_modules
 from headwise.intercept.module_call import must_trace
 from headwise.intercept.session import current_session
 

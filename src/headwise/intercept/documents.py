@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from headwise.intercept.mask_facts import MaskFacts
-from headwise.intercept.received_mask import ReceivedMask
+from headwise.intercept.received_mask import MaskFacts, ReceivedMask
 from headwise.shapes import Bool, Int
 
 

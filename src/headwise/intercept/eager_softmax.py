@@ -5,6 +5,7 @@ Files of `trace/` follow the scores to the softmax (`scores`), the weights from 
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.kinds import Dense
+from headwise.intercept.attention_call import AttentionCall, KnownWeights
 from headwise.intercept.attention_source import AttentionSource
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall, innermost_calls, must_trace, report_empty
-from headwise.intercept.received_mask import MaskSource, ReceivedMask
+from headwise.intercept.received_mask import ReceivedMask
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
 from headwise.intercept.session import current_session
 from headwise.intercept.trace.axes import HeadLayout, OutputAxes, axes_of
@@ -230,7 +232,7 @@ def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> N
 
 
 @dataclass(eq=False)
-class _Product(AttentionSource[CallHandlers]):
+class _Product(AttentionSource):
     """One attention call in which a model multiplies attention weights, computed by softmax, with the values.
 
     Attributes:
@@ -251,7 +253,6 @@ class _Product(AttentionSource[CallHandlers]):
         appended_keys: number of keys at the end that stand for no token.
         places: places of the weights along the axes of the product of queries and keys.
         tokens_of_values: tokens of the values; None if they are unknown.
-        received: the mask of the call, once it was read.
     """
 
     call: FunctionCall
@@ -270,7 +271,6 @@ class _Product(AttentionSource[CallHandlers]):
     appended_keys: int
     places: dict[int, Places]
     tokens_of_values: NumberedTokens | None
-    received: ReceivedMask | None = None
 
     @property
     def weight_axes(self) -> list[int | None]:
@@ -338,26 +338,10 @@ class _Product(AttentionSource[CallHandlers]):
         return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, *sources, *places)
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
-        """Report the attention call to the interceptors of the model. `layout` states which of its axes are the heads.
-        Return the functions by which they observe or change the call.
-        """
-        batch, heads, queries = layout.sizes
-        keys = prod(self.tensor.shape[axis] for axis in self.key_axes)
-        grid = Grid(batch, heads, queries, keys, self.tensor.device)
-        value_dim = self.shape[self.axes.value]
-        return handlers_of_call(
-            grid,
-            heads,
-            value_dim,
-            self.module_calls,
-            MaskSource(lambda: self._received(layout)),
-            origins=self._origins_in_order(layout),
-            is_observed=self.is_observed,
-            keys=self._values_of_keys(layout, FINGERPRINT_WIDTH),
-            appended_keys=self.appended_keys,
-        )
+        """Report the attention call to the interceptors, of which `layout` states which axes are the heads."""
+        return handlers_of_call(_ProductCall(self, layout))
 
-    def _origins_in_order(self, layout: HeadLayout) -> CallOrigins:
+    def origins_in_order(self, layout: HeadLayout) -> CallOrigins:
         """Return the sources of the call, with the tokens of its queries and keys in the order in which the weights
         have them, after functions that moved them to other places.
         """
@@ -393,7 +377,7 @@ class _Product(AttentionSource[CallHandlers]):
         of_scores = () if compared is None else compared.of_scores
         return {each for factor in self.weights.axes[axis] if factor.axis >= 0 for each in of_scores[factor.axis]}
 
-    def _values_of_keys(
+    def values_of_keys(
         self, layout: HeadLayout, width: int | None = None
     ) -> Float[Tensor, "batch heads keys features"] | None:
         """Return the values of all keys, or the first `width` features of these values. They are used in place of the
@@ -423,54 +407,7 @@ class _Product(AttentionSource[CallHandlers]):
             shape[axis] = values.shape[axis]
         return replace(layout, shape=tuple(shape)).by_head(values.expand(shape))
 
-    def _received(self, layout: HeadLayout) -> ReceivedMask:
-        """Return the mask of the attention call, read from its tensors. A key counts as hidden if its score is -inf or
-        a mask's large negative number, or if the model set its weight to 0 after the softmax.
-        """
-        if self.received is None:
-            scores, zeroed = layout.by_head(self._arranged(self.weights.scores())).detach(), self.weights.zeroed
-            visible = ~hidden_by_scores(scores, may_be_masked=self.weights.softmax.may_be_masked)
-            if zeroed is not None:
-                visible &= ~layout.by_head(self._arranged(zeroed.expand(self.tensor.shape)))
-            self.received = ReceivedMask(Dense(visible), Grid(*layout.sizes, visible.shape[3], visible.device))
-        return self.received
-
-    def observe(
-        self, handlers: CallHandlers, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
-    ) -> None:
-        """Pass the attention weights before dropout, and their product with the values, to the functions in `handlers`
-        that observe the call.
-        """
-        if not handlers.observations:
-            return
-        undropped = self.weights.undropped
-        if undropped is not None:
-            with torch.no_grad():
-                out = layout.by_head(self.call.replaced(self.tensor, undropped.to(self.tensor.dtype)).run())
-        weights = layout.by_head(self._arranged(self.tensor if undropped is None else undropped)).detach()
-        received = self._received(layout)
-        if bool((hidden_rows := ~received.block(range(weights.shape[2])).any(-1, keepdim=True)).any()):
-            weights = weights.masked_fill(hidden_rows, 0.0)  # softmax may be uniform there
-        has_one = self.weights.softmax.products <= 1
-        for innermost in () if has_one else innermost_calls(self.module_calls):
-            innermost.interceptor.on_left_out(innermost.path, WEIGHTS_USED_TWICE)
-        values = self._values_of_keys(layout) if has_one else None
-        scores = unshifted(layout.by_head(self._arranged(self.weights.scores())).detach())
-        handlers.observe_weights(weights, received, out if has_one else None, values, scores=lambda: (scores, None))
-
-    def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return what each head would output if every query attended with equal weights to all keys that it may see."""
-        zeroed = self.weights.zeroed
-        scores = self.weights.scores()
-        key = self.key_axes[0]
-        uniform = uniform_weights(
-            scores.movedim(key, -1),
-            None if zeroed is None else zeroed.expand(scores.shape).movedim(key, -1),
-            may_be_masked=self.weights.softmax.may_be_masked,
-        ).movedim(-1, key)
-        return layout.by_head(self.call.replaced(self.tensor, uniform.to(self.tensor.dtype)).run())
-
-    def _arranged(self, tensor: Tensor) -> Tensor:
+    def arranged(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, which has the axes of the attention weights, with these axes in the order of the output's
         axes. The axis of the keys takes the place of the output's axis of values.
         """
@@ -484,3 +421,91 @@ class _Product(AttentionSource[CallHandlers]):
         shape = list(self.shape)
         shape[self.axes.value] = arranged.shape[self.axes.value]
         return arranged.expand(shape)
+
+
+class _ProductCall(AttentionCall):
+    """An attention call in which a model multiplies attention weights, computed by softmax, with the values.
+
+    Args:
+        product: the product.
+        layout: roles of its axes.
+    """
+
+    has_weights = True
+
+    def __init__(self, product: _Product, layout: HeadLayout) -> None:
+        self._product, self._layout = product, layout
+        self.module_calls, self.origins = product.module_calls, product.origins_in_order(layout)
+        self.is_observed, self.appended_keys = product.is_observed, product.appended_keys
+
+    @cached_property
+    def grid(self) -> Grid:
+        """Sizes of the scores."""
+        keys = prod(self._product.tensor.shape[axis] for axis in self._product.key_axes)
+        return Grid(*self._layout.sizes, keys, self._product.tensor.device)
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads: each head has its own weights and values."""
+        return self.grid.heads
+
+    @property
+    def value_dim(self) -> int:
+        """Number of features of a value."""
+        return self._product.shape[self._product.axes.value]
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Features of the values of all keys, by which later calls recognise cached keys."""
+        return self._product.values_of_keys(self._layout, FINGERPRINT_WIDTH)
+
+    def stated_problem(self) -> None:
+        """Return None, since queries and keys are unknown."""
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the axes of the weights, rearranged to `(batch, heads, queries, keys)`."""
+        return self._layout.by_head(self._product.arranged(tensor)).detach()
+
+    def received(self) -> ReceivedMask:
+        """Return the mask of the attention call, read from its tensors. A key counts as hidden if its score is -inf or
+        a mask's large negative number, or if the model set its weight to 0 after the softmax.
+        """
+        return self._received
+
+    @cached_property
+    def _received(self) -> ReceivedMask:
+        weights = self._product.weights
+        visible = ~hidden_by_scores(self._by_head(weights.scores()), may_be_masked=weights.softmax.may_be_masked)
+        if weights.zeroed is not None:
+            visible &= ~self._by_head(weights.zeroed.expand(self._product.tensor.shape))
+        return ReceivedMask(Dense(visible), Grid(*self._layout.sizes, visible.shape[3], visible.device))
+
+    def weights(self, out: Tensor) -> KnownWeights:
+        """Return the attention weights before dropout, and their product with the values."""
+        product, known = self._product, self._product.weights
+        undropped = known.undropped
+        if undropped is not None:
+            repeated = product.call.replaced(product.tensor, undropped.to(product.tensor.dtype))
+            out = self._layout.by_head(repeated.run())
+        weights = self._by_head(product.tensor if undropped is None else undropped)
+        hidden_rows = ~self._received.block(range(weights.shape[2])).any(-1, keepdim=True)
+        if bool(hidden_rows.any()):
+            weights = weights.masked_fill(hidden_rows, 0.0)  # softmax may be uniform there
+        scores = unshifted(self._by_head(known.scores()))
+        if known.softmax.products <= 1:
+            values = product.values_of_keys(self._layout)
+            return KnownWeights(weights, out, values, lambda: (scores, None), is_checked=True)
+        for innermost in innermost_calls(product.module_calls):
+            innermost.interceptor.on_left_out(innermost.path, WEIGHTS_USED_TWICE)
+        return KnownWeights(weights, None, None, lambda: (scores, None))
+
+    def uniform_output(self) -> Float[Tensor, "batch heads queries value_dim"]:
+        """Return what each head would output if every query attended with equal weights to all keys that it may see."""
+        product, weights = self._product, self._product.weights
+        zeroed, scores, key = weights.zeroed, weights.scores(), product.key_axes[0]
+        uniform = uniform_weights(
+            scores.movedim(key, -1),
+            None if zeroed is None else zeroed.expand(scores.shape).movedim(key, -1),
+            may_be_masked=weights.softmax.may_be_masked,
+        ).movedim(-1, key)
+        return self._layout.by_head(product.call.replaced(product.tensor, uniform.to(product.tensor.dtype)).run())

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from headwise.intercept.foreign_functions import OPERATORS, operator_name
 from headwise.intercept.module_call import ModuleCall, report_unreadable
+from headwise.intercept.patches import OPERATORS, operator_name
 from headwise.intercept.trace.functions import FunctionCall, is_parameter
 from headwise.intercept.trace.unread import is_projected
 from headwise.intercept.undropped import random_state_kept

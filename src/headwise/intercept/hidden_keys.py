@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.intercept.additive_masks import HIDING_DIFFERENCE
-from headwise.intercept.mask_facts import MaskFacts
-from headwise.intercept.received_mask import ReceivedMask
+from headwise.intercept.received_mask import HIDING_DIFFERENCE, MaskFacts, ReceivedMask
 from headwise.shapes import Bool, Int
 
 

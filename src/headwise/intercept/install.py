@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from headwise.errors import InputError
+from headwise.intercept.adapters.all_adapters import function_patches
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.layer_index import is_inside
 from headwise.intercept.module_hooks import ModuleHooks
 from headwise.intercept.plans import ModuleStates
 from headwise.intercept.session import Session
 from headwise.intercept.site import Site, sites_by_path
-from headwise.intercept.torch_patches import function_patches
 
 _lock = threading.Lock()
 

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import InputError
-from headwise.intercept.mask_facts import MaskFacts
-from headwise.intercept.received_mask import ReceivedMask
+from headwise.intercept.received_mask import MaskFacts, ReceivedMask
 from headwise.shapes import Bool
 
 HIDING = -1e4

@@ -1,8 +1,19 @@
-"""Temporary replacement of functions of other libraries and of headwise, shared by everyone who needs it."""
+"""Temporary replacement of functions of other libraries and of headwise, and functions that other libraries put in the
+place of torch's: these are called while a model is intercepted, too.
+"""
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from functools import cache, update_wrapper
+from types import FunctionType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+from headwise.checks import has_own_class
 
 
 class Replacement(NamedTuple):
@@ -61,3 +72,125 @@ class Patches:
 
         self._restore.append(restore)
         setattr(owner, name, function)
+
+
+SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+"""Torch's own `scaled_dot_product_attention`, also while other functions replace it."""
+
+_OWN_FUNCTIONS = {
+    owner: {name: function for name, function in vars(owner).items() if isinstance(function, FunctionType)}
+    for owner in (F, torch.functional, Tensor)
+}
+_ALL_OWN_FUNCTIONS = frozenset(function for functions in _OWN_FUNCTIONS.values() for function in functions.values())
+
+
+class InterceptedFunction:
+    """Callable object that replaces a function and intercepts its calls.
+
+    Attributes:
+        previous: the other function: torch's own, or that of another library.
+    """
+
+    def __init__(self, intercept: Callable[..., Any], previous: Callable[..., Any]) -> None:
+        update_wrapper(self, previous)
+        self._intercept, self.previous = intercept, previous
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the intercepting function with the other function as its first argument. A compiler that reads the call
+        reads the other function alone.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return call_replaced(self.previous, *args, **kwargs)
+        return self._intercept(self.previous, *args, **kwargs)
+
+
+def intercepting(owner: Any, name: str, intercept: Callable[..., Any]) -> Replacement:
+    """Return a replacement of the function `name` of `owner`. It calls `intercept` with the replaced function and then
+    the arguments of the call.
+    """
+    return Replacement(owner, name, InterceptedFunction(intercept, getattr(owner, name)))
+
+
+def is_causal_bias(mask: Any) -> bool:
+    """Return True if `mask` is an object of torch's class `CausalBias`. The class is imported only if needed, since its
+    module imports torch's compiler.
+    """
+    if not isinstance(mask, Tensor) or has_own_class(mask):
+        return False
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(mask, CausalBias)
+
+
+def call_replaced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function`, a function of torch whose public name now refers to a replacement, and return its result.
+
+    Torch computes a call of SDPA with a mask of the class `CausalBias` by a method of this class, but only if the
+    function under the name of SDPA is its own. So the method is called directly.
+    """
+    mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if function is SDPA and is_causal_bias(mask):
+        mask_class: Any = type(mask)
+        return mask_class._dispatch(*args, **kwargs)
+    return function(*args, **kwargs)
+
+
+def is_foreign(function: Callable[..., Any], own: Callable[..., Any]) -> bool:
+    """Return True if `function` comes from another library: it is neither torch's function `own`, nor headwise's
+    intercepting replacement of `own`.
+    """
+    while isinstance(function, InterceptedFunction):
+        function = function.previous
+    return function is not own
+
+
+def is_sdpa_foreign() -> bool:
+    """Return True if another library has replaced torch's `scaled_dot_product_attention` by its own function."""
+    return is_foreign(F.scaled_dot_product_attention, SDPA)
+
+
+OPERATORS = OpOverload, OpOverloadPacket
+"""Classes of operators under `torch.ops`: those of torch itself (`torch.ops.aten`), and those of other libraries."""
+
+_OTHER_NAMES = {"_unsafe_view": "view", "_to_copy": "to"}
+
+
+def operator_name(operator: Any) -> str:
+    """Return the name of an operator with its library, such as "aten::softmax"."""
+    packet = operator.overloadpacket if isinstance(operator, OpOverload) else operator
+    name: str = packet._qualified_op_name
+    return name
+
+
+@cache
+def _of_operator(operator: Any) -> Callable[..., Any]:
+    """Return the function of torch that computes the same as an operator under `torch.ops.aten`, with the same
+    arguments. Return the operator itself if there is none.
+    """
+    library, _, name = operator_name(operator).partition("::")
+    if library == "aten":
+        for owner in (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase):
+            function = getattr(owner, _OTHER_NAMES.get(name, name), None)
+            if function is not None and not isinstance(function, FunctionType):
+                return cast("Callable[..., Any]", function)
+        if name in ("einsum", "split"):
+            return cast("Callable[..., Any]", getattr(torch, name))
+    return cast("Callable[..., Any]", operator)
+
+
+def torchs_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the original torch function if `function` replaces one under its public name. Otherwise return `function`
+    itself. For an operator such as `torch.ops.aten.softmax`, return the function that computes the same.
+
+    Functions of torch that are written in Python pass to a torch function mode what is found under their own name, in
+    place of themselves. The mode must not call a replacement again, from which they were called.
+    """
+    if isinstance(function, OPERATORS):
+        return _of_operator(function)
+    if not isinstance(function, FunctionType | InterceptedFunction) or function in _ALL_OWN_FUNCTIONS:
+        return function
+    for owner, functions in _OWN_FUNCTIONS.items():
+        for name, own in functions.items():
+            if vars(owner).get(name) is function:
+                return own
+    return function

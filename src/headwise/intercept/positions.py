@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from headwise.intercept.interceptor import Call
-from headwise.intercept.mask_facts import MaskFacts
-from headwise.intercept.received_mask import ReceivedMask
+from headwise.intercept.received_mask import MaskFacts, ReceivedMask
 from headwise.intercept.sequences import Continuation, SiteMemory
 from headwise.intercept.trace.tokens import ComparedTokens
 

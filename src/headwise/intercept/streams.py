@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from headwise.intercept.interceptor import Call
-from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.padding import RealTokens
+from headwise.intercept.received_mask import MaskFacts
 from headwise.intercept.sequences import History
 from headwise.shapes import Int
 

@@ -1,46 +1,30 @@
-"""Replacements of the functions by which models compute attention, active while any model is intercepted.
+"""Torch function mode that sees the functions by which an intercepted model computes attention."""
 
-Each replacement reads the session and leaves calls outside of intercepted models unchanged.
-"""
-
-import inspect
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
-from headwise.attention import attend
 from headwise.intercept import eager_softmax
-from headwise.intercept.adapters.all_engines import engine_patches
-from headwise.intercept.adapters.answer import answered_by_engine
+from headwise.intercept.adapters.engine import answered_by_engine
+from headwise.intercept.adapters.sdpa import intercepted_sdpa
+from headwise.intercept.adapters.torch_layers import TORCH_ATTENTION, torch_attention
 from headwise.intercept.adapters.torch_operators import OPERATORS, read
-from headwise.intercept.call_handlers import answer_intercepted
-from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
-from headwise.intercept.foreign_functions import OPERATORS as OTHER_OPERATORS
-from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torchs_own
 from headwise.intercept.fused_functions import report_fused
-from headwise.intercept.hf_calls import dispatch_patches
-from headwise.intercept.module_call import ModuleCall, must_trace
-from headwise.intercept.patches import Patches, Replacement
+from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.patches import OPERATORS as OTHER_OPERATORS
+from headwise.intercept.patches import SDPA, torchs_own
 from headwise.intercept.plans import Following
-from headwise.intercept.sdpa_calls import intercepted_sdpa
 from headwise.intercept.session import current_session
-from headwise.intercept.trace.functions import BMM, QUERIES, FunctionCall, share_memory
-from headwise.intercept.trace.lineage import CallOrigins
+from headwise.intercept.trace.functions import QUERIES, FunctionCall, share_memory
 from headwise.intercept.trace.outputs import after_function, before_function, lose_outputs
 from headwise.intercept.trace.scores import contracted, follow_places, follow_scores, written_softmax
 from headwise.intercept.trace.unread import report_averages, report_new_tensors
-from headwise.intercept.trace.weights import DROPOUT, before_overwriting
-from headwise.intercept.uncopied_hooks import getstate_without_hooks
+from headwise.intercept.trace.weights import before_overwriting
 from headwise.intercept.unreadable_tensors import has_no_numbers
-
-TORCH_ATTENTION = F.multi_head_attention_forward
-"""Torch's own function, also while another one replaces it."""
 
 
 class TorchCalls(TorchFunctionMode):
@@ -126,7 +110,7 @@ def _traced(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return _attention(func if func is SDPA else operator, args, kwargs)
     call = before_function(FunctionCall(func, args, kwargs))
     if func is TORCH_ATTENTION:
-        return _torch_attention(*call.args, **call.kwargs)
+        return torch_attention(*call.args, **call.kwargs)
     before_overwriting(call)
     kept = _scores_to_keep(call)
     result = _run(operator, func, call.args, call.kwargs)
@@ -191,122 +175,3 @@ def _recorded(call: FunctionCall, result: Any, kept: Tensor | None) -> Any:
         scores, numbers, dim = softmax
         eager_softmax.on_softmax(scores, result, dim, numbers=numbers, is_written=True)
     return result
-
-
-def _torch_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim: int,
-    heads: int,
-    in_proj_weight: Tensor | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Compute `F.multi_head_attention_forward` inside an intercepted model, and return its result. This function
-    records the sources of the queries, keys and values. The attention inside is intercepted by replacements of SDPA,
-    softmax and other functions.
-    """
-    session = current_session()
-    lineage, module_calls = session.lineage, session.module_calls
-    weight = kwargs["q_proj_weight"] if in_proj_weight is None else in_proj_weight
-    projection = lineage.origin(weight, module_calls)
-    of_q, of_k, of_v = (lineage.linear(lineage.origin(each, module_calls), projection) for each in (query, key, value))
-    origins = CallOrigins(of_q, of_k, of_v)
-    appended_keys = _appended_keys(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
-    if appended_keys:
-        must_trace(module_calls)
-    with session.torch_attention(heads, origins, appended_keys):
-        result = TORCH_ATTENTION(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
-    lineage.set_attended(result[0], origins)
-    return result
-
-
-def _appended_keys(*args: Any, **kwargs: Any) -> int:
-    """Return the number of keys that a call of `F.multi_head_attention_forward` appends and that belong to no token.
-    There may be a learned key (`bias_k`) and a key of zeros (`add_zero_attn`).
-    """
-    arguments = _TORCH_ATTENTION_SIGNATURE.bind(*args, **kwargs).arguments
-    return int(arguments.get("bias_k") is not None) + int(bool(arguments.get("add_zero_attn")))
-
-
-_TORCH_ATTENTION_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
-"""Signature of torch's function, whose arguments may be passed by position or by name."""
-
-# -- functions that `F.multi_head_attention_forward` finds under their names: the mode is off inside of it ------------
-
-
-def _softmax(
-    previous: Callable[..., Tensor],
-    input: Tensor,  # noqa: A002
-    dim: int | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    """Replacement of `F.softmax`, which calls `previous`, the replaced function. Inside
-    `F.multi_head_attention_forward` of an intercepted model, it also records the result as attention weights, so that
-    they are followed to their product with the values.
-    """
-    result = previous(input, dim, *args, **kwargs)
-    if _is_in_torch_attention():
-        eager_softmax.on_softmax(input, result, dim, is_attention=True)
-    return result
-
-
-def _following(own: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return an intercepting function for `own`, torch's dropout or `bmm`. It receives the replaced function as its
-    first argument and calls it. Inside `F.multi_head_attention_forward` of an intercepted model, it also follows
-    attention weights among the arguments. A product of these with the values is reported to the interceptors, which may
-    change it.
-    """
-
-    def call_and_follow(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
-        result = previous(*args, **kwargs)
-        if _is_in_torch_attention():
-            return eager_softmax.on_function(FunctionCall(own, args, kwargs), result)
-        return result
-
-    return call_and_follow
-
-
-def _is_in_torch_attention() -> bool:
-    """Return True inside `F.multi_head_attention_forward` of an intercepted model."""
-    session = current_session()
-    return session.torch_attention_heads is not None and session.intercepts
-
-
-# -- replacing and restoring ------------------------------------------------------------------------------------------
-
-
-def _intercepting(owner: Any, name: str, intercept: Callable[..., Any]) -> Replacement:
-    """Return a replacement of the function `name` of `owner`. It calls `intercept` with the replaced function and then
-    the arguments of the call.
-    """
-    return Replacement(owner, name, InterceptedFunction(intercept, getattr(owner, name)))
-
-
-def _replacements_for_sdpa() -> Iterator[Replacement]:
-    """Yield the replacements that intercept calls of SDPA and of `headwise.attend`, also when activation checkpointing
-    repeats them. A further replacement, of a method of `nn.Module`, leaves headwise's hooks out of copies of modules.
-    """
-    yield _intercepting(F, "scaled_dot_product_attention", intercepted_sdpa)
-    yield Replacement(attend, "interception_hook", answer_intercepted)
-    yield Replacement(nn.Module, "__getstate__", getstate_without_hooks(nn.Module.__getstate__))
-    yield Replacement(checkpoint, "CheckpointFunction", InterceptedCheckpointFunction)
-    yield Replacement(checkpoint, "_CheckpointFrame", InterceptedCheckpointFrame)
-
-
-def _replacements_for_attention() -> Iterator[Replacement]:
-    """Yield the replacements that intercept attention inside `F.multi_head_attention_forward` where it is computed
-    without SDPA: by softmax, dropout and `bmm`.
-    """
-    yield _intercepting(F, "softmax", _softmax)
-    yield _intercepting(F, "dropout", _following(DROPOUT))
-    yield _intercepting(torch, "bmm", _following(BMM))
-
-
-sdpa_patches = Patches(_replacements_for_sdpa)
-"""Context in which calls of SDPA are intercepted, for `accelerate`; several models share it."""
-
-function_patches = Patches(_replacements_for_attention, sdpa_patches, dispatch_patches, engine_patches)
-"""Context in which attention, or parts of it, is intercepted wherever it is computed, for `watch` and `gate`."""

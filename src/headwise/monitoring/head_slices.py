@@ -42,7 +42,7 @@ from headwise.data.batches import call_model, copied, device_of, evaluation_mode
 from headwise.errors import InputError
 from headwise.families.registry import LatentFamily, family_of, places_of_heads
 from headwise.intercept.eager_softmax import SOFTMAXES
-from headwise.intercept.foreign_functions import SDPA
+from headwise.intercept.patches import SDPA
 from headwise.intercept.session import current_session
 from headwise.intercept.unreadable_tensors import has_usual_values
 from headwise.nn.differential import DifferentialAttention

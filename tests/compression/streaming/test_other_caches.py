@@ -10,7 +10,7 @@ import headwise as hw
 from compression.streaming import streaming_oracle
 from compression.streaming.streaming_oracle import assert_close, expected_logits, ids, in_chunks
 from headwise.compression.streaming.streaming_attention import PositionReader, TokenPositions
-from headwise.intercept.hf_calls import without_compiled_code
+from headwise.intercept.adapters.transformers_attention import without_compiled_code
 
 PATTERN = [(0, 5), (), (1,)]
 SIZE = 23

@@ -11,8 +11,9 @@ from engine_model import HEADS, WIDTH, model_of
 from torch import nn
 
 import headwise as hw
-from headwise.intercept.adapters import all_engines
-from headwise.intercept.adapters.engine import Arguments, Engine, EngineCall
+from headwise.intercept.adapters import all_adapters
+from headwise.intercept.adapters.engine import Arguments, Engine
+from headwise.intercept.attention_call import AttentionCall
 
 
 def attention(q, k, v):
@@ -54,7 +55,7 @@ def read(name, arguments):
     """Read a call of any of the functions, whose tensors come first."""
     arguments.ignore("times", "speed")
     q, k, v, others = (arguments.take(each) for each in ("q", "k", "v", "others"))
-    return EngineCall(*(tensor.transpose(1, 2) for tensor in (q, k, *(others or (v,)))), {"scale": 0.4})
+    return AttentionCall(*(tensor.transpose(1, 2) for tensor in (q, k, *(others or (v,)))), {"scale": 0.4})
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -65,7 +66,7 @@ def test_functions_of_every_kind_are_intercepted_and_restored(monkeypatch, name)
     library.attend = function
     monkeypatch.setitem(sys.modules, "swift.attention", library)
     engine = Engine(modules=("swift.attention",), functions=("attend",), read=read)
-    monkeypatch.setattr(all_engines.engine_patches, "engines", (engine,))
+    monkeypatch.setattr(all_adapters.engine_patches, "engines", (engine,))
     model, x = model_of(function, kv_heads=HEADS), torch.randn(2, 5, WIDTH).double()
     plain, signature, code = model[0](x, **options), inspect.signature(function), function.__code__
     with hw.watch(model) as heads:

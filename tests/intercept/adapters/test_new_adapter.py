@@ -9,8 +9,9 @@ from torch import nn
 
 import headwise as hw
 from headwise.attention.masks.factories import causal
-from headwise.intercept.adapters import all_engines
-from headwise.intercept.adapters.engine import TOKENS_FIRST, Arguments, Engine, EngineCall
+from headwise.intercept.adapters import all_adapters
+from headwise.intercept.adapters.engine import Arguments, Engine
+from headwise.intercept.attention_call import AttentionCall
 
 
 def swift_attention(queries, keys, values, *, looks_ahead=True, temperature=1.0, blocks=128):
@@ -21,15 +22,12 @@ def swift_attention(queries, keys, values, *, looks_ahead=True, temperature=1.0,
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values)
 
 
-def read(name: str, arguments: Arguments) -> EngineCall:
+def read(name: str, arguments: Arguments) -> AttentionCall:
     """Read a call of `swift_attention`. Other arguments are refused, unless they have their default."""
     arguments.ignore("blocks")
     q, k, v = (arguments.take(each).transpose(1, 2) for each in ("queries", "keys", "values"))
-    options = {
-        "mask": None if arguments.take("looks_ahead") else causal(),
-        "scale": 1 / arguments.take("temperature"),
-    }
-    return EngineCall(q, k, v, options, TOKENS_FIRST)
+    mask = None if arguments.take("looks_ahead") else causal()
+    return AttentionCall(q, k, v, {"mask": mask, "scale": 1 / arguments.take("temperature")})
 
 
 SWIFT = Engine(modules=("swift.attention",), functions=("swift_attention",), read=read)
@@ -39,12 +37,11 @@ def test_a_new_engine_is_observed(monkeypatch):
     library = ModuleType("swift.attention")
     library.swift_attention = swift_attention
     monkeypatch.setitem(sys.modules, "swift.attention", library)
-    monkeypatch.setattr(all_engines.engine_patches, "engines", (*all_engines.ENGINES, SWIFT))
+    monkeypatch.setattr(all_adapters.engine_patches, "engines", (*all_adapters.ENGINES, SWIFT))
     model, x = model_of(swift_attention, kv_heads=HEADS), torch.randn(2, 7, WIDTH).double()
-    options = {"looks_ahead": False, "temperature": 2.0}
     with torch.no_grad(), hw.watch(nn.Sequential(model)) as heads:
-        model[0](x, **options)
-    q, k, v = (tensor.transpose(1, 2) for tensor in model[0].split(x))
+        model[0](x, looks_ahead=False, temperature=2.0)
+    q, k, v = (tensor.detach().transpose(1, 2) for tensor in model[0].split(x))
     hidden = ~torch.ones(7, 7).tril().bool()
-    weights = (q @ k.mT / 2.0).masked_fill(hidden, -torch.inf).softmax(-1).detach()
-    require_rows(heads, list(weights), list((weights @ v.detach()).transpose(1, 2)))
+    weights = (q @ k.mT / 2.0).masked_fill(hidden, -torch.inf).softmax(-1)
+    require_rows(heads, list(weights), list((weights @ v).transpose(1, 2)))

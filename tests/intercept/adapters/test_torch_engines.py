@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 import headwise as hw
 from headwise.intercept.adapters.engine import UnreadableCall
-from headwise.intercept.adapters.flex_masks import over_block
+from headwise.intercept.adapters.torch_flex import over_block
 from oracles import plain_attention, statistics_of
 
 LENGTHS = (5, 1, 8)

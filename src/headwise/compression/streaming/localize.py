@@ -39,7 +39,7 @@ from headwise.compression.streaming.streaming_cache import streaming_cache
 from headwise.compression.streaming.streaming_heads import StreamingHeads, weight_samples
 from headwise.data.batches import documents_of, evaluation_mode, frozen_parameters, relative_difference, select_examples
 from headwise.errors import InputError, require
-from headwise.intercept.hf_calls import HFCall, ModuleAttention, computing, without_compiled_code
+from headwise.intercept.adapters.transformers_attention import HFCall, ModuleAttention, computing, without_compiled_code
 from headwise.intercept.module_calls import swap_forward
 from headwise.progress import progress_bar, shown_progress
 from headwise.runs.fingerprint import identity_of
@@ -217,9 +217,9 @@ def _sees_later_keys(call: HFCall) -> bool:
     """Return True if the first query attends to the last of several keys, so that attention is not causal."""
     if call.q.shape[2] == 1:
         return False
-    if call.mask is None:
+    if call.passed_mask is None:
         return not call.is_causal
-    first_row = call.mask[..., 0, -1]
+    first_row = call.passed_mask[..., 0, -1]
     is_visible = first_row if first_row.dtype == torch.bool else first_row > torch.finfo(first_row.dtype).min / 2
     return bool(is_visible.any())
 

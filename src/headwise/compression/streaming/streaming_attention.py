@@ -17,7 +17,7 @@ from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal, prefix, window
 from headwise.checks import is_whole
 from headwise.errors import InputError
-from headwise.intercept.hf_calls import HFCall, ModuleAttention, computing
+from headwise.intercept.adapters.transformers_attention import HFCall, ModuleAttention, computing
 from headwise.runs.json_result import is_number, require_each
 from headwise.shapes import Float, Int
 
@@ -127,7 +127,7 @@ class PositionReader:
         """Return the positions of the keys in an attention call of the module at `path`. Raise `InputError` if its mask
         is not causal, apart from padding.
         """
-        mask, queries, keys = call.mask, call.q.shape[2], call.k.shape[2]
+        mask, queries, keys = call.passed_mask, call.q.shape[2], call.k.shape[2]
         if mask is None:
             if queries == 1:
                 return TokenPositions(keys, None)
@@ -230,8 +230,8 @@ def require_followed(call: HFCall, path: str) -> None:
     support.
     """
     call.require_readable()
-    unknown = {name for name, value in call.options.items() if isinstance(value, Tensor)}.difference(TENSOR_OPTIONS)
-    unknown |= {name for name in ("sliding_window", "cache") if call.options.get(name) is not None}
+    unknown = {name for name, value in call.arguments.items() if isinstance(value, Tensor)}.difference(TENSOR_OPTIONS)
+    unknown |= {name for name in ("sliding_window", "cache") if call.arguments.get(name) is not None}
     if unknown:
         expected = f"attention without {', '.join(sorted(unknown))} in {path}"
         raise InputError("model", expected=expected, got=type(call.module).__name__)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwise.compression.streaming.streaming_attention import HeadKeys, LocalizedModule, TokenPositions
 from headwise.errors import InputError, require
-from headwise.intercept.hf_calls import module_attentions
+from headwise.intercept.adapters.transformers_attention import module_attentions
 from headwise.shapes import Int
 
 

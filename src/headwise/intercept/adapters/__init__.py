@@ -1,6 +1,6 @@
-"""Adapters: each file reads the calls of one attention engine, such as FlashAttention, as tensors of heads.
+"""Adapters: each file reads the calls of one attention function, or of one library such as FlashAttention, as an
+`AttentionCall`. `all_adapters.py` lists them, and `answer.py` of the folder above answers the calls.
 
-The engine itself computes the output. Headwise computes the statistics in addition, and multiplies the output by gates.
-A new file defines an `Engine` (see `engine.py`), and `all_engines.py` lists it. Nothing is imported from the engines'
-libraries: their functions are looked up among the loaded modules while a model is intercepted.
+Nothing is imported from other libraries: their functions are looked up among the loaded modules while a model is
+intercepted.
 """

@@ -1,19 +1,31 @@
-"""Interface of an adapter: an `Engine` names the functions of a library, and reads their calls as `EngineCall`."""
+"""Interface of an adapter: an `Engine` names the functions of a library, and reads their calls as `AttentionCall`.
+
+The engine itself computes the output. Headwise computes the statistics in addition, and multiplies the output by gates.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.grid import Grid
-from headwise.attention.problem import Problem
-from headwise.intercept.packed_sequences import PackedSequences
-from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
-from headwise.intercept.trace.axes import OutputAxes
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.factories import padding
+from headwise.attention.masks.grid import MAX_DISTANCE, Grid
+from headwise.attention.masks.kinds import Band
+from headwise.attention.problem import Answer
+from headwise.errors import InputError
+from headwise.intercept.answer import answered, held
+from headwise.intercept.attention_call import AttentionCall, PackedSequences, both
+from headwise.intercept.module_call import report_unreadable
+from headwise.intercept.session import current_session
+from headwise.intercept.trace.outputs import refuse_multiplied
+from headwise.shapes import Float, Int
+
+UNEXPECTED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""Errors of an adapter for a call of a form that it does not expect, as of another version of the library."""
 
 
 class UnreadableCall(Exception):
@@ -78,122 +90,6 @@ def _is_default(value: Any, default: Any) -> bool:
     return bool(value == default) or not (value or default)
 
 
-def _transposed(out: Tensor) -> Tensor:
-    """Swap the second and the third axis of a tensor."""
-    return out.transpose(1, 2)
-
-
-@dataclass(frozen=True, eq=False)
-class HeadLayoutOfOutput:
-    """Layout of an engine's output, and functions that convert it.
-
-    Attributes:
-        axes: numbers of its axes of values and queries.
-        by_head: function that returns the output as `(batch, heads, queries, value_dim)`.
-        written: function that receives changed head outputs and the engine's own output, and returns the former in the
-            layout of the latter.
-    """
-
-    axes: OutputAxes
-    by_head: Callable[[Tensor], Tensor]
-    written: Callable[[Tensor, Tensor], Tensor]
-
-
-TOKENS_FIRST = HeadLayoutOfOutput(OutputAxes(3, (1,)), _transposed, lambda changed, out: changed.transpose(1, 2))
-"""Layout `(batch, queries, heads, value_dim)`."""
-
-HEADS_FIRST = HeadLayoutOfOutput(OutputAxes(3, (2,)), lambda out: out, lambda changed, out: changed)
-"""Layout `(batch, heads, queries, value_dim)`."""
-
-
-def packed_layout(places: PackedSequences, *, has_batch_axis: bool = False) -> HeadLayoutOfOutput:
-    """Return the layout `(queries of all sequences, heads, value_dim)`. If `has_batch_axis` is True, the queries are
-    divided into two axes. In the order of all queries, `places` are those of each sequence.
-    """
-
-    def written(changed: Tensor, out: Tensor) -> Tensor:
-        return places.written(changed.transpose(1, 2), out.flatten(0, -3)).view(out.shape)
-
-    axes = OutputAxes(3, (1,)) if has_batch_axis else OutputAxes(2, (0,))
-    return HeadLayoutOfOutput(axes, lambda out: places.padded(out.flatten(0, -3)).transpose(1, 2), written)
-
-
-@dataclass(frozen=True, eq=False)
-class EngineCall:
-    """One call of an attention engine, read as tensors of heads.
-
-    Attributes:
-        q: queries `(batch, heads, queries, head_dim)`. They are computed from the engine's own argument by functions
-            of torch, outside of `Session.paused()`, so that their sources are known; the same holds for k and v.
-        k: keys `(batch, kv_heads, keys, head_dim)`.
-        v: values `(batch, kv_heads, keys, value_dim)`.
-        options: further arguments of `Problem.checked`, such as mask, bias, scale, softcap, sinks and dropout.
-        layout: layout of the engine's output.
-        packed: places of the queries among the model's tokens, if the call packs sequences; None otherwise.
-        mask_origin: values that determine the mask: calls with the same ones have the same mask. Empty if unknown.
-        modified_scores: function that computes the scores of all queries and keys from their scaled products, for an
-            engine that lets the model change the scores in any way; None if `options` state the scores.
-        sources: two tensors that depend on the same inputs as keys and values, if the engine itself writes these to a
-            cache, which is not seen; None otherwise.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    options: dict[str, Any] = field(default_factory=dict)
-    layout: HeadLayoutOfOutput = TOKENS_FIRST
-    packed: PackedSequences | None = None
-    mask_origin: tuple[Any, ...] = ()
-    modified_scores: Callable[[Tensor], Tensor] | None = None
-    sources: tuple[Tensor, Tensor] | None = None
-
-    @cached_property
-    def problem(self) -> Problem:
-        """The call as a `Problem`, without gradients; without changes by `modified_scores`."""
-        tensors = (tensor.detach() for tensor in widest_dtype_under_autocast(self.q, self.k, self.v))
-        options: dict[str, Any] = {
-            name: value.detach() if isinstance(value, Tensor) else value for name, value in self.options.items()
-        }
-        return Problem.checked(*tensors, **options)
-
-    @property
-    def grid(self) -> Grid:
-        """Sizes of the scores, and positions of queries and keys."""
-        return self.problem.grid
-
-    @cached_property
-    def weights_and_scores(self) -> tuple[Tensor, Tensor]:
-        """Attention weights `(batch, heads, queries, keys)` and the scores behind them, of a call with
-        `modified_scores`. Both are whole matrices. Rows without a visible key have the weight 0.
-        """
-        assert self.modified_scores is not None
-        problem = self.problem
-        q, k = (tensor.to(problem.score_dtype) for tensor in (problem.q, problem.k))
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        scores = self.modified_scores(q @ k.mT * problem.scale)
-        if problem.mask is not None:
-            scores = scores.masked_fill(~problem.mask.block(problem.grid), -torch.inf)
-        is_empty = (scores == -torch.inf).all(-1, keepdim=True)
-        return scores.softmax(-1).masked_fill(is_empty, 0.0), scores
-
-
-class HeadsInBatch(NamedTuple):
-    """One call of an attention engine without an axis of heads: they may be in the axis of the batch. Later functions
-    of the model show this, as for calls of torch's `scaled_dot_product_attention`.
-
-    Attributes:
-        q: queries `(..., queries, head_dim)`.
-        k: keys `(..., keys, head_dim)`.
-        v: values `(..., keys, value_dim)`.
-        options: further arguments of an equal call of `scaled_dot_product_attention`, by name.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    options: dict[str, Any]
-
-
 @dataclass(frozen=True)
 class Engine:
     """Attention functions of one library.
@@ -203,14 +99,186 @@ class Engine:
             packages whose last name is the same.
         functions: names of the functions.
         read: function that reads a call: it receives the function's name and the arguments, and returns an
-            `EngineCall`, or `HeadsInBatch`. It is called after the engine has computed its output. It raises
+            `AttentionCall`. If the queries have three axes, the heads are in the axis of the batch, which later
+            functions of the model show. `read` is called after the engine has computed its output. It raises
             `UnreadableCall`, or `InputError`, if the call cannot be read.
     """
 
     modules: tuple[str, ...]
     functions: tuple[str, ...]
-    read: Callable[[str, Arguments], EngineCall | HeadsInBatch]
+    read: Callable[[str, Arguments], AttentionCall]
 
     def is_module(self, name: str) -> bool:
         """Return True if a loaded module with this name may define the functions."""
         return name in self.modules or name.rpartition(".")[2] in self.modules
+
+
+def answered_by_engine(name: str, compute: Callable[[], Any], read: Callable[[], AttentionCall]) -> Any:
+    """Let an attention engine compute a call, and return its result with the interceptors' changes. If the call cannot
+    be read, report this, and return the result unchanged.
+
+    Args:
+        name: name of the engine's function, for the report.
+        compute: the engine's function, with the arguments of the call.
+        read: function that reads the call; called after `compute`.
+    """
+    with current_session().paused():
+        result = compute()
+    return finished(name, result, read)
+
+
+def finished(name: str, result: Any, read: Callable[[], AttentionCall]) -> Any:
+    """Return the `result` of an engine's function with the interceptors' changes, as `answered_by_engine` does."""
+    session = current_session()
+    out = result[0] if isinstance(result, tuple) else result
+    if not isinstance(out, Tensor):
+        return result
+    try:
+        call = read()
+        if call.q.ndim == 4:
+            with session.paused():
+                call.problem  # noqa: B018 - checks the tensors
+    except (UnreadableCall, InputError, *UNEXPECTED) as error:
+        report_unread(name, str(error) if isinstance(error, UnreadableCall) else f"({type(error).__name__}: {error})")
+        return result
+    if session.reports_unreadable(call.q):
+        return result
+    with session.paused():
+        if call.q.ndim == 4:
+            changed = answered(name, call, lambda: Answer(out, None, None)).out
+        else:
+            call.origins = session.origins_of(call.q, call.k, call.v)
+            refuse_multiplied(call.q, call.k, call.v)
+            changed = held(call, out)
+    if changed is out:
+        return result
+    if not isinstance(result, tuple):
+        return changed
+    others = (changed, *result[1:])
+    return type(result)(*others) if hasattr(result, "_fields") else others
+
+
+def report_unread(name: str, reason: str) -> None:
+    """Report the running modules to the interceptors as unreadable, since their call of an engine's function `name`
+    cannot be read, for a `reason` such as "with qv".
+    """
+    report_unreadable(current_session().module_calls, f"attention of these modules by {name} {reason} cannot be read")
+
+
+# -- packed sequences, keys in pages and windows around the query -----------------------------------------------------
+
+Lengths = Int[Tensor, " _"]
+"""A number for each sequence."""
+
+
+def band(left: int | None, right: int | None) -> Mask | None:
+    """Return the mask by which a query attends to at most `left` keys before its own and `right` keys after it. None
+    stands for any number. Return None if the mask hides nothing.
+    """
+    if left is None and right is None:
+        return None
+    return Band(None if left is None else left + 1, MAX_DISTANCE if right is None else right)
+
+
+def alibi_bias(slopes: Float[Tensor, "..."], grid: Grid) -> Float[Tensor, "#batch heads queries keys"]:
+    """Return the bias of ALiBi for slopes of the heads, `(heads,)` or `(batch, heads)`: minus the slope times the
+    distance between query and key (Press et al. 2022).
+    """
+    of_queries = torch.arange(grid.queries, device=grid.device) + grid.offset
+    distances = (of_queries[:, None] - torch.arange(grid.keys, device=grid.device)).abs()
+    slopes = slopes.detach()[None] if slopes.ndim == 1 else slopes.detach()
+    return -slopes[..., None, None] * distances
+
+
+def offsets(name: str, cumulative: Any, total: int) -> tuple[Lengths, Lengths]:
+    """Return the starts and the lengths of packed sequences, given their offsets `cumulative`, the argument `name`:
+    the index of each sequence's first token, followed by the end of the last one.
+
+    Raises:
+        UnreadableCall: the offsets do not rise from 0 to at most `total`, the number of tokens.
+    """
+    if not isinstance(cumulative, Tensor) or cumulative.ndim != 1 or len(cumulative) < 2:
+        raise UnreadableCall(f"with {name} of another form than (sequences + 1,)")
+    starts, lengths = cumulative[:-1].long(), cumulative.long().diff()
+    if int(starts[0]) != 0 or bool((lengths < 0).any()) or int(cumulative[-1]) > total:
+        raise UnreadableCall(f"with {name} that do not rise from 0 to the number of tokens")
+    return starts, lengths
+
+
+def places_in_pages(table: Int[Tensor, "sequences pages"], page_size: int, longest: int) -> Int[Tensor, "..."]:
+    """Return for each sequence the indices of its first `longest` keys among those of all pages. `table` has the pages
+    of each sequence.
+    """
+    key = torch.arange(longest, device=table.device)
+    return table.long()[:, key // page_size] * page_size + key % page_size
+
+
+def packed_call(
+    q: Float[Tensor, "tokens heads head_dim"],
+    k: Float[Tensor, "places kv_heads head_dim"],
+    v: Float[Tensor, "places kv_heads value_dim"],
+    of_queries: tuple[Lengths, Lengths],
+    of_keys: tuple[Lengths, Lengths],
+    mask: Mask | None = None,
+    *,
+    slopes: Tensor | None = None,
+    is_top_left: bool = False,
+    pages: Int[Tensor, "_ _"] | None = None,
+    has_batch_axis: bool = False,
+    mask_origin: tuple[Any, ...] = (),
+    **options: Any,
+) -> AttentionCall:
+    """Return a call with packed sequences. Each of them becomes a row of the batch, with padding that does not count.
+
+    Args:
+        q: queries of all sequences.
+        k: keys of all sequences, or of all pages.
+        v: values, in the same places.
+        of_queries: start and length of each sequence among the queries.
+        of_keys: start and length of each sequence among the keys; starts in pages are not used.
+        mask: rule that goes by the distance between query and key alone; None to hide nothing.
+        slopes: slopes of ALiBi; None without.
+        is_top_left: True if the first query of a sequence has the position of its first key; by default the last query
+            has the position of the last key.
+        pages: index of each key among those of all pages, if keys and values are stored in pages.
+        has_batch_axis: True if the engine's output has its queries in two axes, of which the first is a batch.
+        mask_origin: values that determine the mask, as in `AttentionCall`.
+        options: further options of `AttentionCall`.
+    """
+    (_, query_lengths), (_, key_lengths) = of_queries, of_keys
+    if len(query_lengths) != len(key_lengths):
+        raise UnreadableCall("with other numbers of sequences for queries than for keys")
+    goes_by_position = mask is not None or slopes is not None
+    has_equal_lengths = bool((query_lengths == key_lengths).all())
+    # With padding on the left, the last query of each sequence has the position of the last key.
+    is_padded_left = goes_by_position and not has_equal_lengths and not is_top_left
+    queries = PackedSequences.of(*of_queries, len(q), is_padded_left=is_padded_left)
+    keys = PackedSequences.of(*of_keys, len(k), is_padded_left=is_padded_left)
+    if pages is not None:
+        keys = PackedSequences(pages.gather(1, _rank(keys)), keys.is_real, len(k))
+    q_padded, k_padded, v_padded = (
+        places.padded(tensor).transpose(1, 2) for places, tensor in ((queries, q), (keys, k), (keys, v))
+    )
+    grid = Grid(len(query_lengths), q.shape[1], queries.index.shape[1], keys.index.shape[1], q.device)
+    if is_top_left and goes_by_position and not has_equal_lengths:
+        options["query_positions"], options["key_positions"] = (
+            _rank(places).masked_fill(~places.is_real, -1) for places in (queries, keys)
+        )
+    elif not bool(keys.is_real.all()):
+        mask = both(padding(key_lengths, "left" if is_padded_left else "right"), mask)
+    if slopes is not None:
+        options["bias"] = alibi_bias(slopes, grid)
+    return AttentionCall(
+        q_padded,
+        k_padded,
+        v_padded,
+        options={"mask": mask, **options},
+        layout=queries.layout(has_batch_axis=has_batch_axis),
+        packed=replace(queries, real_keys=keys.is_real),
+        mask_origin=mask_origin,
+    )
+
+
+def _rank(places: PackedSequences) -> Int[Tensor, "sequences longest"]:
+    """Return the number of each token in its sequence; 0 at padding before the tokens."""
+    return (places.is_real.cumsum(1) - 1).clamp(min=0)

@@ -13,8 +13,18 @@ from torch import Tensor
 
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Grid
-from headwise.intercept.adapters.engine import TOKENS_FIRST, Arguments, Engine, EngineCall, UnreadableCall
-from headwise.intercept.adapters.packed_calls import Lengths, alibi_bias, band, offsets, packed_call, places_in_pages
+from headwise.intercept.adapters.engine import (
+    Arguments,
+    Engine,
+    Lengths,
+    UnreadableCall,
+    alibi_bias,
+    band,
+    offsets,
+    packed_call,
+    places_in_pages,
+)
+from headwise.intercept.attention_call import TOKENS_FIRST, AttentionCall
 
 WITHOUT_EFFECT = (
     *("deterministic", "return_attn_probs", "return_softmax_lse", "return_lse", "num_splits", "pack_gqa", "sm_margin"),
@@ -31,7 +41,7 @@ WITHOUT_EFFECT = (
 """Arguments that change neither attention weights nor outputs."""
 
 
-def read(name: str, arguments: Arguments) -> EngineCall:
+def read(name: str, arguments: Arguments) -> AttentionCall:
     """Read a call of one of the functions; they differ in how queries, keys and values are passed."""
     arguments.ignore(*WITHOUT_EFFECT)
     mask, options = _mask(arguments), _options(arguments)
@@ -44,7 +54,7 @@ def read(name: str, arguments: Arguments) -> EngineCall:
     if slopes is not None:
         options["bias"] = alibi_bias(slopes, Grid(len(q), q.shape[2], q.shape[1], k.shape[1], q.device))
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return EngineCall(q, k, v, {"mask": mask, **options})
+    return AttentionCall(q, k, v, {"mask": mask, **options})
 
 
 def _mask(arguments: Arguments) -> Mask | None:
@@ -92,7 +102,7 @@ def _read_varlen(
     mask: Mask | None,
     slopes: Tensor | None,
     options: dict[str, Any],
-) -> EngineCall:
+) -> AttentionCall:
     """Read a call with packed sequences. Keys and values may be stored in pages."""
     q, k, v = tensors
     names = ("cu_seqlens", "cu_seqlens") if "qkvpacked" in name else ("cu_seqlens_q", "cu_seqlens_k")
@@ -137,7 +147,9 @@ def paged(
     return (torch.zeros_like(lengths), lengths), pages, k.flatten(0, 1), v.flatten(0, 1)
 
 
-def _read_cached(arguments: Arguments, mask: Mask | None, slopes: Tensor | None, options: dict[str, Any]) -> EngineCall:
+def _read_cached(
+    arguments: Arguments, mask: Mask | None, slopes: Tensor | None, options: dict[str, Any]
+) -> AttentionCall:
     """Read a call with a cache, after the function has written the new keys and values to it."""
     arguments.ignore("rotary_interleaved")  # without rotary_cos, which is refused, it has no effect
     q, k, v = (arguments.take(name) for name in ("q", "k_cache", "v_cache"))

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from headwise.intercept.adapters.answer import finished, report_unread
-from headwise.intercept.adapters.engine import Arguments, Engine, EngineCall, HeadsInBatch
+from headwise.intercept.adapters.engine import Arguments, Engine, finished, report_unread
+from headwise.intercept.attention_call import AttentionCall
 from headwise.intercept.patches import Patches, Replacement
 from headwise.intercept.session import current_session
 
@@ -80,7 +80,13 @@ def _intercepting(function: FunctionType, name: str, engine: Engine) -> Callable
     vars(original).update(vars(function))  # such as the function that a decorator wraps, which has the signature
 
     def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        return _finish(original, name, engine, args, kwargs, result)
+        def read() -> AttentionCall:
+            arguments = Arguments.of(original, args, kwargs)
+            call = engine.read(name, arguments)
+            arguments.require_read()
+            return call
+
+        return finished(name, result, read)
 
     def name_compiled() -> None:
         if current_session().intercepts:
@@ -144,19 +150,3 @@ def _begin() -> Callable[[], None] | None:
     paused = session.paused()
     paused.__enter__()
     return paused.__exit__
-
-
-def _finish(
-    original: Callable[..., Any], name: str, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Any:
-    """Read a call that an engine has computed, report it to the interceptors, and return the `result` with their
-    changes.
-    """
-
-    def read() -> EngineCall | HeadsInBatch:
-        arguments = Arguments.of(original, args, kwargs)
-        call = engine.read(name, arguments)
-        arguments.require_read()
-        return call
-
-    return finished(name, result, read)

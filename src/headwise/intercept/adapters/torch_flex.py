@@ -1,6 +1,11 @@
-"""Calls of torch's `flex_attention` (read off torch 2.13), also of functions compiled from it."""
+"""Calls of torch's `flex_attention` (read off torch 2.13), also of functions compiled from it.
+
+The functions that a model passes to it are evaluated for blocks of queries and keys.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -8,26 +13,125 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.intercept.adapters.engine import HEADS_FIRST, Arguments, Engine, EngineCall, UnreadableCall
-from headwise.intercept.adapters.flex_masks import FlexMask, over_block
+from headwise.attention.attend import uniform_output
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.grid import Grid, Index
+from headwise.attention.problem import Problem
+from headwise.intercept.adapters.engine import Arguments, Engine, UnreadableCall
+from headwise.intercept.attention_call import HEADS_FIRST, AttentionCall, KnownWeights
+from headwise.intercept.received_mask import ReceivedMask
 from headwise.intercept.session import current_session
+from headwise.shapes import Bool, Int
 
 
-def read(name: str, arguments: Arguments) -> EngineCall:
+def over_block(function: Callable[..., Tensor], *indices: Int[Tensor, " _"], scores: Tensor | None = None) -> Tensor:
+    """Return the results of a `mask_mod` or `score_mod` for all combinations of the indices of sequences, heads,
+    queries and keys, as `(sequences, heads, queries, keys)`. The function receives single indices, as in FlexAttention,
+    and with `scores`, the score of each combination in front of them.
+
+    Raises:
+        UnreadableCall: the function cannot be evaluated in this way, as with conditions that depend on values.
+    """
+    mapped = function
+    for axis in (3, 2, 1, 0):
+        dims = [0 if other == axis else None for other in range(4)]
+        mapped = torch.vmap(mapped, in_dims=tuple(dims if scores is None else [0, *dims]))
+    try:
+        return mapped(*(indices if scores is None else (scores, *indices)))
+    except (RuntimeError, TypeError, IndexError) as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UnreadableCall(f"with {name}, which cannot be evaluated for a block ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class FlexMask(Mask):
+    """Mask computed by a `mask_mod` of FlexAttention, from the indices of query rows and keys, not their positions.
+
+    Attributes:
+        rule: the function.
+        first_sequence: index that the function receives for the first sequence of the grid.
+        first_head: index that the function receives for the first head of the grid.
+    """
+
+    rule: Callable[..., Any]
+    first_sequence: int = 0
+    first_head: int = 0
+
+    def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
+        return over_block(
+            self.rule, b.flatten() + self.first_sequence, h.flatten() + self.first_head, i.flatten(), j.flatten()
+        )
+
+    def for_sequence(self, index: int) -> Mask:
+        return FlexMask(self.rule, self.first_sequence + index, self.first_head)
+
+    def for_head(self, index: int) -> Mask:
+        return FlexMask(self.rule, self.first_sequence, self.first_head + index)
+
+
+def read(name: str, arguments: Arguments) -> AttentionCall:
     """Read a call. A `mask_mod` becomes a mask; a `score_mod` is applied to the whole matrix of scores."""
     arguments.ignore("enable_gqa", "return_lse", "return_aux", "kernel_options")
     q, k, v = (arguments.take(each) for each in ("query", "key", "value"))
     score_mod, scale, block_mask = (arguments.take(each) for each in ("score_mod", "scale", "block_mask"))
-    mask, modified = mask_of(block_mask, q, k), None
+    options = {"mask": mask_of(block_mask, q, k), "scale": scale}
     if len(k) != len(q):
         k, v = (tensor.expand(len(q), -1, -1, -1) for tensor in (k, v))
-    if score_mod is not None:
-        modified = scores_modified_by(score_mod)
-        with current_session().paused():
-            modified(torch.zeros(1, 1, 1, 1, dtype=q.dtype, device=q.device))  # raises if it cannot be evaluated
-    origin = () if modified else ("flex_attention", block_mask)
-    options = {"mask": mask, "scale": scale}
-    return EngineCall(q, k, v, options, HEADS_FIRST, mask_origin=origin, modified_scores=modified)
+    if score_mod is None:
+        return AttentionCall(q, k, v, options, HEADS_FIRST, mask_origin=("flex_attention", block_mask))
+    with current_session().paused():  # raises if it cannot be evaluated
+        scores_modified_by(score_mod)(torch.zeros(1, 1, 1, 1, dtype=q.dtype, device=q.device))
+    return ModifiedScores(q, k, v, options, HEADS_FIRST, score_mod=score_mod)
+
+
+@dataclass(eq=False)
+class ModifiedScores(AttentionCall):
+    """A call of which the model changes the scores in any way, by a `score_mod`. Its weights are whole matrices.
+
+    Attributes:
+        score_mod: the function that changes the score of a query and a key.
+    """
+
+    score_mod: Callable[..., Tensor] = lambda score, *indices: score
+    has_weights = True
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """Changed scores of all queries and keys; -inf where a key is hidden."""
+        problem = self.problem
+        q, k = (tensor.to(problem.score_dtype) for tensor in (problem.q, problem.k))
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = scores_modified_by(self.score_mod)(q @ k.mT * problem.scale)
+        if problem.mask is not None:
+            scores = scores.masked_fill(~problem.mask.block(problem.grid), -torch.inf)
+        return scores
+
+    @cached_property
+    def visible(self) -> Problem:
+        """A `Problem` with the same visible keys, whose scores are not changed."""
+        return Problem.checked(self.problem.q, self.problem.k, self.problem.v, mask=self.scores != -torch.inf)
+
+    def stated_problem(self) -> None:
+        """Return None: a `Problem` has no such scores."""
+
+    def received(self) -> ReceivedMask:
+        """Return the mask of the call. A key is also hidden if its changed score is -inf."""
+        return ReceivedMask.of_problem(self.visible)
+
+    def weights(self, out: Tensor) -> KnownWeights:
+        """Return the attention weights, which are 0 in rows without a visible key."""
+        is_empty = (self.scores == -torch.inf).all(-1, keepdim=True)
+        weights = self.scores.softmax(-1).masked_fill(is_empty, 0.0)
+        return KnownWeights(weights, out, self.problem.v.to(weights.dtype), lambda: (self.scores, None))
+
+    def uniform_output(self) -> Tensor:
+        """Return what each head would output if every query attended with equal weights to all keys that it may see."""
+        return uniform_output(self.visible)
 
 
 def mask_of(block_mask: Any, q: Tensor, k: Tensor) -> FlexMask | None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from headwise.attention.masks.factories import causal
-from headwise.intercept.adapters.engine import HEADS_FIRST, Arguments, EngineCall, UnreadableCall
-from headwise.intercept.additive_masks import with_infinite
+from headwise.intercept.adapters.engine import Arguments, UnreadableCall
+from headwise.intercept.attention_call import HEADS_FIRST, AttentionCall
 
 NAMES = (
     "_scaled_dot_product_flash_attention",
@@ -23,7 +23,7 @@ OPERATORS: dict[Any, Any] = {function: packet.default for packet in _packets for
 """The operators as models call them, with or without the name of an overload, and the overload."""
 
 
-def read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EngineCall:
+def read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall:
     """Read a call of one of the operators in `OPERATORS`."""
     schema = OPERATORS[operator]._schema.arguments
     defaults = {argument.name: argument.default_value for argument in schema}
@@ -36,9 +36,8 @@ def read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Engine
         raise UnreadableCall("with is_causal and other numbers of queries than of keys")
     options = {
         "mask": causal() if is_causal else None,
-        "bias": None if added is None else with_infinite(added.detach()),
         "scale": arguments.take("scale"),
         "dropout": arguments.take("dropout_p") or 0.0,
     }
     arguments.require_read()
-    return EngineCall(q, k, v, options, HEADS_FIRST)
+    return AttentionCall(q, k, v, options, HEADS_FIRST, added=added)

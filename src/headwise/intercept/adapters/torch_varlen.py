@@ -1,11 +1,11 @@
 """Calls of torch's `varlen_attn`, attention of packed sequences (read off torch 2.13)."""
 
-from headwise.intercept.adapters.engine import Arguments, Engine, EngineCall, UnreadableCall
+from headwise.intercept.adapters.engine import Arguments, Engine, UnreadableCall, band, packed_call
 from headwise.intercept.adapters.flash_attention import lengths_of, paged
-from headwise.intercept.adapters.packed_calls import band, packed_call
+from headwise.intercept.attention_call import AttentionCall
 
 
-def read(name: str, arguments: Arguments) -> EngineCall:
+def read(name: str, arguments: Arguments) -> AttentionCall:
     """Read a call. Its masks are those of FlashAttention, which computes it."""
     arguments.ignore("max_q", "max_k", "return_aux", "num_splits", "enable_gqa")
     q, k, v = (arguments.take(each) for each in ("query", "key", "value"))

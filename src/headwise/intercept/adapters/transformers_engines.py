@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.kinds import Dense
-from headwise.intercept.adapters.engine import TOKENS_FIRST, EngineCall, UnreadableCall
-from headwise.intercept.adapters.packed_calls import band, both, offsets, packed_call
+from headwise.intercept.adapters.engine import UnreadableCall, band, offsets, packed_call
 from headwise.intercept.adapters.torch_flex import mask_of
-from headwise.intercept.additive_masks import with_infinite
+from headwise.intercept.attention_call import AttentionCall, both
 from headwise.intercept.padding import has_gap
 from headwise.shapes import Bool
 
-Read = Callable[[nn.Module, Tensor, Tensor, Tensor, Any, dict[str, Any]], EngineCall]
+Read = Callable[[nn.Module, Tensor, Tensor, Tensor, Any, dict[str, Any]], AttentionCall]
 """Function of a module, its queries, keys, values and mask, and further arguments, which reads a call."""
 
 
@@ -39,7 +38,7 @@ def reader_of(attention: Callable[..., Any], implementation: str) -> Read | None
 
 def _read_flash(
     implementation: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
-) -> EngineCall:
+) -> AttentionCall:
     """Read a call of FlashAttention. Its masks are aligned with the last key. Padding is left out of queries and keys
     before.
     """
@@ -69,7 +68,7 @@ def _read_flash(
         return _read_padded(q, k, v, mask, window, scores, origin)
     cumulative = _cumulative(len(q), options)
     if cumulative is None:
-        return EngineCall(q, k, v, {"mask": window, **scores}, TOKENS_FIRST, mask_origin=origin)
+        return AttentionCall(q, k, v, {"mask": window, **scores}, mask_origin=origin)
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
     of_queries, of_keys = (
         offsets(name, each, len(tensor))
@@ -116,7 +115,7 @@ def _cumulative(batch: int, options: dict[str, Any]) -> tuple[Tensor, Tensor] | 
 
 def _read_padded(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, window: Mask | None, scores: dict[str, Any], origin: tuple[Any, ...]
-) -> EngineCall:
+) -> AttentionCall:
     """Read a call with a padding mask `(batch, keys)`."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UnreadableCall("with an attention_mask of another form than (batch, keys)")
@@ -125,12 +124,12 @@ def _read_padded(
     real = mask.bool()
     if queries == 1 != keys:
         visible: Mask = Dense(_last(real, window)[:, None, None, :])
-        return EngineCall(q, k, v, {"mask": visible, **scores}, TOKENS_FIRST, mask_origin=origin)
+        return AttentionCall(q, k, v, {"mask": visible, **scores}, mask_origin=origin)
     if window is not None and repr(window) != "causal()" and has_gap(real):
         raise UnreadableCall("with a sliding window and padding between tokens")
     of_queries = Dense(real[:, None, -queries:, None])
     visible = Dense(real[:, None, None, :]) & of_queries
-    return EngineCall(q, k, v, {"mask": both(window, visible), **scores}, TOKENS_FIRST, mask_origin=origin)
+    return AttentionCall(q, k, v, {"mask": both(window, visible), **scores}, mask_origin=origin)
 
 
 def _last(real: Bool[Tensor, "batch keys"], window: Any) -> Bool[Tensor, "batch keys"]:
@@ -142,17 +141,16 @@ def _last(real: Bool[Tensor, "batch keys"], window: Any) -> Bool[Tensor, "batch 
     return real if width is None else real & (from_the_end <= width)
 
 
-def _read_flex(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> EngineCall:
+def _read_flex(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> AttentionCall:
     """Read a call of FlexAttention, whose mask is a `BlockMask` or a tensor that is added to the scores."""
     scores = {"scale": options.get("scaling"), "softcap": options.get("softcap"), "sinks": options.get("s_aux")}
-    bias = options.get("position_bias")
-    rule = None
+    added = rule = None
     if isinstance(mask, Tensor):
         if not mask.is_floating_point():
             raise UnreadableCall("with an attention_mask that is no BlockMask or tensor of numbers")
-        added = with_infinite(mask[:, :1, :, : k.shape[2]])  # the same for all heads
-        bias = added if bias is None else bias + added
+        added = mask[:, :1, :, : k.shape[2]]  # the same for all heads
     else:
         rule = mask_of(mask, q, k)
-    origin = ("flex_attention", mask, options.get("position_bias"))
-    return EngineCall(q, k, v, {"mask": rule, "bias": bias, **scores}, TOKENS_FIRST, mask_origin=origin)
+    bias = options.get("position_bias")
+    origin = ("flex_attention", mask, bias)
+    return AttentionCall(q, k, v, {"mask": rule, "bias": bias, **scores}, added=added, mask_origin=origin)

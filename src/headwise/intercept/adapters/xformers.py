@@ -14,13 +14,13 @@ from headwise.attention.masks.base import Mask
 from headwise.intercept.adapters.engine import (
     Arguments,
     Engine,
-    EngineCall,
-    HeadLayoutOfOutput,
-    HeadsInBatch,
+    Lengths,
     UnreadableCall,
+    band,
+    packed_call,
+    places_in_pages,
 )
-from headwise.intercept.adapters.packed_calls import Lengths, band, packed_call, places_in_pages
-from headwise.intercept.additive_masks import with_infinite
+from headwise.intercept.attention_call import AttentionCall, OutputLayout
 from headwise.intercept.trace.axes import OutputAxes
 
 Rule = Callable[[Any], Mask | None]
@@ -73,7 +73,7 @@ BOTTOM_RIGHT: dict[str, Rule] = {
 """Masks by which the last query of a sequence has the position of its last key, or that hide none of its keys."""
 
 
-def read(name: str, arguments: Arguments) -> EngineCall | HeadsInBatch:
+def read(name: str, arguments: Arguments) -> AttentionCall:
     """Read a call. Queries, keys and values are `(batch, length, heads, features)`. They may have two axes of heads. If
     they have none, the heads may be in the axis of the batch.
     """
@@ -92,30 +92,25 @@ def read(name: str, arguments: Arguments) -> EngineCall | HeadsInBatch:
     if q.ndim == 3:
         if kind and (not is_top_left or added is not None):
             raise UnreadableCall(f"with {kind} and without an axis of heads")
-        return HeadsInBatch(
-            q,
-            k,
-            v,
-            {"attn_mask": added, "is_causal": is_top_left, "dropout_p": options["dropout"], "scale": options["scale"]},
-        )
+        return AttentionCall(q, k, v, {"mask": rule(bias), **options}, added=added, is_top_left=is_top_left)
     layout, lengths = _layout(q), (q.shape[1], k.shape[1])
     q, k, v = (tensor.flatten(2, -2).transpose(1, 2) for tensor in (q, k, v))
     if is_top_left and lengths[0] != lengths[1]:
         places = (torch.arange(length, device=q.device) for length in lengths)
         options["query_positions"], options["key_positions"] = places
-    return EngineCall(q, k, v, {"mask": rule(bias), "bias": added, **options}, layout)
+    return AttentionCall(q, k, v, {"mask": rule(bias), **options}, layout, added=added)
 
 
-def _layout(q: Tensor) -> HeadLayoutOfOutput:
+def _layout(q: Tensor) -> OutputLayout:
     """Return the layout of the output, whose axes of heads are those of the queries."""
-    return HeadLayoutOfOutput(
+    return OutputLayout(
         OutputAxes(q.ndim - 1, (1,)),
         lambda out: out.flatten(2, -2).transpose(1, 2),
         lambda changed, out: changed.transpose(1, 2).reshape(out.shape),
     )
 
 
-def _added(bias: Any, kind: str, q: Tensor) -> Tensor | None:
+def _added(bias: Any, kind: str, q: Tensor) -> Any:
     """Return the tensor that is added to the scores, with one axis of heads; None without."""
     if kind == "LowerTriangularMaskWithTensorBias":
         bias = bias._subtensor
@@ -123,12 +118,12 @@ def _added(bias: Any, kind: str, q: Tensor) -> Tensor | None:
         return None
     if bias.ndim != q.ndim:
         raise UnreadableCall(f"with attn_bias of {bias.ndim} axes for queries of {q.ndim}")
-    return with_infinite((bias.flatten(1, -3) if bias.ndim == 5 else bias).detach())
+    return bias.flatten(1, -3) if bias.ndim == 5 else bias
 
 
 def _read_blocks(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Mask | None, is_top_left: bool, options: dict[str, Any]
-) -> EngineCall:
+) -> AttentionCall:
     """Read a call with packed sequences, `(1, tokens, heads, features)`. Keys and values may be stored in pages."""
     if len(q) != 1 or q.ndim not in (4, 5):
         raise UnreadableCall(f"with packed sequences of shape {tuple(q.shape)}")
@@ -149,7 +144,7 @@ def _read_blocks(
     flat = call.layout
     return replace(
         call,
-        layout=HeadLayoutOfOutput(
+        layout=OutputLayout(
             OutputAxes(4, (1,)),
             lambda out: flat.by_head(out.flatten(2, 3)),
             lambda changed, out: flat.written(changed, out.flatten(2, 3)).view(out.shape),

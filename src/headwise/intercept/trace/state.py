@@ -219,7 +219,7 @@ class AttentionOutput:
 
     def __init__(
         self,
-        source: AttentionSource[Any] | None,
+        source: AttentionSource | None,
         tensor: Tensor,
         axes: OutputAxes,
         module_calls: Sequence[RunningModule],
@@ -331,14 +331,11 @@ class AttentionOutput:
         if layout is None:
             self.refuse(HEADS_UNKNOWN)
             return None
-        handlers, source, tensor = self._handlers_with(layout), self._source, self._tensor
-        if self._changed is None and source is not None and tensor is not None:
+        handlers, tensor = self._handlers_with(layout), self._tensor
+        if self._changed is None and tensor is not None:
             self.may_change = bool(handlers.changes)
             if self.may_change:
-                out = handlers.changed(
-                    layout.by_head(tensor), lambda: source.uniform_output(layout), lambda: source.stated_problem(layout)
-                )
-                self._changed = layout.from_heads(out)
+                self._changed = layout.from_heads(handlers.changed(layout.by_head(tensor)))
                 current_trace().attention.unchanged.pop(self._change, None)
         return self._changed
 
@@ -368,7 +365,7 @@ class AttentionOutput:
             current_trace().report_unreadable(self.module_calls, self.refusal)
         elif self._layout is not None and self._source is not None and self._tensor is not None:
             handlers = self._handlers_with(self._layout)
-            self._source.observe(handlers, self._layout, self._layout.by_head(self._tensor.detach()))
+            handlers.observe(self._layout.by_head(self._tensor.detach()))
             self.may_change = bool(handlers.changes)
         if not self.may_change or self._changed is not None:
             self._source = self._tensor = None
@@ -407,7 +404,7 @@ class AttentionOutput:
         counts = head_counts(self.module_calls[-1:])
         return bool(counts) and layout.head_count not in counts
 
-    def _stated_layout(self, source: AttentionSource[Any]) -> HeadLayout | None:
+    def _stated_layout(self, source: AttentionSource) -> HeadLayout | None:
         """Return the layout of the heads that the user has stated for the module; None if there is none."""
         for site in current_trace().stated_sites(self.module_calls):
             if site.layout is not None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.intercept.additive_masks import hides_all_keys, with_infinite
+from headwise.intercept.received_mask import hides_all_keys, with_infinite
 from headwise.intercept.trace.axes import VIEWS, Axes, axes_after
 from headwise.intercept.trace.functions import (
     FunctionCall,
