@@ -202,7 +202,7 @@ class HeldCall(AttentionSource):
             v=of_heads(call.v),
             layout=HEADS_FIRST if is_usual else in_layout,
             arranged=arranged,
-            mask_origin=(call.added, call.is_top_left, None if is_usual else layout),
+            mask_origin=call.mask_origin if is_usual else (),
             step=call.step if is_usual else None,
         )
 

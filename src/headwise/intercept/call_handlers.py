@@ -169,7 +169,9 @@ def handlers_of_call(call: AttentionCall) -> CallHandlers:
     planned, unobserved = None if step is None else step.planned, why_not_observed(grid.device)
     following = session.following
     sources = _input_sources(origins) if planned is None or following is None else following.sources_of(planned, grid)
-    mask_source = MaskSource(call.received, call.mask_origin)
+    # Torch counts no changes in place of tensors made in inference mode: the same tensor may be another mask.
+    is_counted = not any(isinstance(each, Tensor) and each.is_inference() for each in call.mask_origin)
+    mask_source = MaskSource(call.received, call.mask_origin if is_counted else (object(),))
     if unobserved is not None or step is None:
         must_trace(module_calls)
     for module_call in _innermost_of_each_interceptor(module_calls):

@@ -52,7 +52,7 @@ def _reported_sdpa(
     read = SDPACall.of(query, key, value, **options)
     scores = {"mask": causal() if read.is_causal else None, "scale": read.scale, "dropout": read.dropout_p}
     call = AttentionCall(query, key, value, scores, added=read.attn_mask, is_top_left=read.is_causal)
-    call.origins, call.step = origins, step
+    call.origins, call.step, call.mask_origin = origins, step, ("sdpa", read.attn_mask, read.is_causal)
     without_dropout: Callable[[], Tensor] | None = None
     if is_foreign(previous, SDPA):
         without_dropout = partial(previous, query, key, value, **{**options, "dropout_p": 0.0})
