@@ -104,6 +104,25 @@ def test_an_earlier_patch_that_computes_attention_is_called_and_observed(way, mo
         assert {name: row[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
+@torch.no_grad()
+def test_a_patch_between_calls_that_follow_a_plan_is_compared_with_attention(monkeypatch):
+    model, inputs = plain_model("sdpa")
+    model.eval()
+    with hw.watch(model) as without_patch:
+        for _ in range(4):
+            output_of(model, inputs)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", by_matrix)
+    plain = output_of(model, inputs)
+    with hw.watch(model) as heads:
+        assert torch.equal(output_of(model, inputs), plain)
+    for row, other in zip(heads.rows(), without_patch.rows(), strict=True):
+        assert row["entropy"] == pytest.approx(other["entropy"], rel=1e-4)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: 1.1 * by_matrix(*args, **kwargs))
+    none = pytest.raises(hw.InputError, match="another library replaced the attention function, and its output")
+    with none, hw.watch(model):
+        output_of(model, inputs)
+
+
 @pytest.mark.parametrize("way", ["sdpa", "torch", "llama"])
 @torch.no_grad()
 def test_an_earlier_patch_that_computes_something_else_is_called_and_named(way, monkeypatch):
