@@ -331,8 +331,8 @@ class AttentionOutput:
         if layout is None:
             self.refuse(HEADS_UNKNOWN)
             return None
-        handlers, tensor = self._handlers_with(layout), self._tensor
-        if self._changed is None and tensor is not None:
+        if self._changed is None and self._tensor is not None:
+            handlers, tensor = self._handlers_with(layout), self._tensor
             self.may_change = bool(handlers.changes)
             if self.may_change:
                 self._changed = layout.from_heads(handlers.changed(layout.by_head(tensor)))
@@ -368,7 +368,7 @@ class AttentionOutput:
             handlers.observe(self._layout.by_head(self._tensor.detach()))
             self.may_change = bool(handlers.changes)
         if not self.may_change or self._changed is not None:
-            self._source = self._tensor = None
+            self._source = self._tensor = self._handlers = None
         elif self.refusal is None and self.shape.numel():
             current_trace().attention.unchanged[self._change] = self.module_calls
         return True
