@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.intercept.documents import first_tokens_of_documents, ids_by_document
-from headwise.intercept.hidden_keys import shaped_as_padding, without_unselected
+from headwise.intercept.hidden_keys import selects_keys, shaped_as_padding, without_unselected
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.padding import (
@@ -128,8 +128,11 @@ class CallContexts(threading.local):
         received = results.of(call.mask, *mask_inputs) if call.mask_source.origin else results.latest_of(call.mask())
         facts = None
         if received is not None:
-            paddings = shaped_as_padding(call.module_arguments, call.grid.batch, call.grid.keys)
-            facts = results.of(lambda: _facts_of(call, received, paddings), "facts", received, *paddings)
+            facts, may_select = results.of(lambda: _facts_of(call, received), "facts", received, call.grid.keys)
+            if facts is not None and may_select:
+                paddings = shaped_as_padding(call.module_arguments, call.grid.batch, call.grid.keys)
+                seen, batch = facts, call.grid.batch
+                facts = results.of(lambda: without_unselected(seen, paddings, batch), "selected", facts, *paddings)
         with torch.no_grad():
             if call.site.cross:
                 return self._read_cross(call, received, facts)
@@ -402,10 +405,9 @@ class CallContexts(threading.local):
         return torch.isin(tokens, self._special.to(tokens.device))
 
 
-def _facts_of(call: Call, received: ReceivedMask, paddings: list[Tensor]) -> MaskFacts | None:
-    """Return facts about the mask of an attention call, such as which keys are seen by query rows. A key that no row
-    sees counts as hidden only if it is padding. It counts as seen if the model selects keys by their content, as in
-    top-k attention.
+def _facts_of(call: Call, received: ReceivedMask) -> tuple[MaskFacts | None, bool]:
+    """Return facts about the mask of an attention call, such as which keys are seen by query rows, and True if a key
+    that no row sees may be one that the model has not selected, as in top-k attention.
     """
     facts = MaskFacts.of(received, call.grid.keys)
-    return None if facts is None else without_unselected(facts, received, paddings, call.grid.batch)
+    return facts, facts is not None and selects_keys(facts, received)

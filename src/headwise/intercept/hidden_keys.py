@@ -19,22 +19,24 @@ def shaped_as_padding(arguments: Iterable[Mapping[str, Any]], batch: int, keys: 
     return [value for value in values if isinstance(value, Tensor) and value.shape == (batch, keys)]
 
 
-def without_unselected(facts: MaskFacts, received: ReceivedMask, arguments: Iterable[Tensor], batch: int) -> MaskFacts:
-    """Return `facts` about a mask (such as which keys are seen), changed for keys that the mask hides from all query
-    rows. Such a key stays hidden only if it is padding; otherwise it counts as seen.
+def selects_keys(facts: MaskFacts, received: ReceivedMask) -> bool:
+    """Return True if a mask hides keys from all query rows, and does not follow from positions: in the rest of the
+    mask, rows see neither an interval of the other keys each, nor the same keys as in other sequences with other hidden
+    keys. So the hidden keys may be padding, or keys that no row has selected, as in top-k attention. `facts` are facts
+    about the mask `received`.
+    """
+    return not bool(facts.is_seen.all()) and not _follows_from_positions(facts, received)
 
-    The hidden keys are padding if the rest of the mask follows from positions: each row sees an interval of the other
-    keys, or the same keys as in other sequences with other hidden keys. Otherwise, as in top-k attention, a hidden key
-    is padding only if a padding mask among the arguments of a module marks it.
+
+def without_unselected(facts: MaskFacts, arguments: Iterable[Tensor], batch: int) -> MaskFacts:
+    """Return `facts` about a mask that may select keys, changed for the keys that it hides from all query rows. Such a
+    key stays hidden only if a padding mask among the arguments of a module marks it. Otherwise it counts as seen.
 
     Args:
         facts: facts about the mask.
-        received: the mask.
         arguments: arguments of the modules around the call that have the shape of a padding mask.
         batch: number of sequences.
     """
-    if bool(facts.is_seen.all()) or _follows_from_positions(facts, received):
-        return facts
     marked = _marked_as_padding(~facts.is_seen.expand(batch, -1), arguments)
     is_seen = torch.ones_like(facts.is_seen) if marked is None else ~marked
     return replace(facts, is_seen=is_seen, selects_keys=True)

@@ -1,8 +1,8 @@
 """Running calls of the modules of an intercepted model, and what their arguments say about the attention inside."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,11 +13,16 @@ from headwise.intercept.site import Site
 from headwise.intercept.trace.lineage import SiteParts
 from headwise.intercept.trace.modules import named_arguments
 
-NON_TOKEN_ARGUMENTS = ("pixel_values", "input_features", "input_values")
-"""Names of the arguments of modules that read images or sound, although the model around them reads tokens."""
+_ARGUMENTS_WITHOUT_IDS = (
+    *(("pixel_values",), ("input_features",), ("input_values",)),
+    ("inputs_embeds", "encoder_hidden_states"),
+)
+"""Names of the arguments of modules that read images, sound or embeddings, although the model around them reads token
+ids. Such a module receives all arguments of one of the groups.
+"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ModuleCall:
     """One running call of a module of an intercepted model: the module, the arguments of the call, and the number of
     attention calls that have happened inside this module call so far.
@@ -42,7 +47,7 @@ class ModuleCall:
     arguments: dict[str, Any]
     stated: Site | None = None
     parts: SiteParts = field(default_factory=SiteParts)
-    call_counts: Counter[SiteKey] = field(default_factory=Counter)
+    call_counts: dict[SiteKey, int] = field(default_factory=dict)
     recording: Recording | None = None
     projected: list[int] = field(default_factory=list)
     unfollowed: list[str] = field(default_factory=list)
@@ -51,14 +56,24 @@ class ModuleCall:
         """Count one attention call at `site` (attention module, self or cross) inside this module call. Return the
         number of such calls before.
         """
-        count = self.call_counts[site]
-        self.call_counts[site] += 1
+        count = self.call_counts.get(site, 0)
+        self.call_counts[site] = count + 1
         return count
 
     def on_attention(self) -> None:
         """Record that attention inside this call was found, which accounts for what the module has projected so far."""
         self.projected.clear()
         self.unfollowed.clear()
+
+    @property
+    def named_arguments(self) -> Mapping[str, Any]:
+        """Arguments by name, with the entries of arguments that are dicts."""
+        return named_arguments(self.arguments) if self._has_mappings else self.arguments
+
+    @cached_property
+    def _has_mappings(self) -> bool:
+        """True if some arguments are dicts."""
+        return any(isinstance(argument, Mapping) for argument in self.arguments.values())
 
     @property
     def is_attention(self) -> bool:
@@ -113,7 +128,7 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
     padding: Tensor | None = None
     ids: Tensor | None = None
     for module_call in reversed(module_calls):
-        arguments = named_arguments(module_call.arguments)
+        arguments = module_call.named_arguments
         tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if ids is not None and tokens is not ids:
             break
@@ -124,9 +139,8 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
         ids = tokens if isinstance(tokens, Tensor) else None
         if ids is not None and padding is not None:
             break
-        names = {name for name, value in arguments.items() if value is not None}
-        if ids is None and (
-            names.intersection(NON_TOKEN_ARGUMENTS) or names >= {"inputs_embeds", "encoder_hidden_states"}
+        if ids is None and any(
+            all(arguments.get(name) is not None for name in names) for names in _ARGUMENTS_WITHOUT_IDS
         ):
             break
     return ids if ids is not None and ids.ndim == 2 else None, padding

@@ -3,7 +3,7 @@ parts of the same queries, and clusters of the sequences of which a module has s
 """
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -40,15 +40,11 @@ class _Queries(NamedTuple):
     """Queries of a group of attention calls, each of which computes attention for a different part of the same queries.
 
     Attributes:
-        site: where in the model.
         first_call: number of the first of these calls.
-        sizes: numbers of sequences and heads.
         tokens: tokens of the first call, with the queries of all these calls.
     """
 
-    site: SiteKey
     first_call: int
-    sizes: tuple[int, int]
     tokens: ComparedTokens
 
 
@@ -58,21 +54,18 @@ class QueryParts(threading.local):
     """
 
     def __init__(self) -> None:
-        self._so_far: list[_Queries] = []
+        self._so_far: defaultdict[tuple[SiteKey, int, int], list[_Queries]] = defaultdict(list)
 
     def on_model_call(self) -> None:
         """Start a new call of the model: discard the attention calls recorded in the previous one."""
-        self._so_far = []
+        self._so_far.clear()
 
     def attends_again(self, call: Call) -> bool:
         """Return True if an attention call contains queries for which attention was already computed at the same site
         (attention module, self or cross) in this call of the model.
         """
-        tokens, sizes = call.sources.tokens, (call.grid.batch, call.grid.heads)
-        return tokens is not None and any(
-            (whole.site, whole.sizes) == (call.site, sizes) and tokens.has_queries_of(whole.tokens)
-            for whole in self._so_far
-        )
+        tokens, before = call.sources.tokens, self._so_far.get((call.site, call.grid.batch, call.grid.heads))
+        return tokens is not None and before is not None and any(tokens.has_queries_of(each.tokens) for each in before)
 
     def sequences_of(self, call: Call, continues: bool) -> tuple[int, bool]:
         """Return two results for an attention call. If it computes another part of the queries of an earlier call at
@@ -83,16 +76,17 @@ class QueryParts(threading.local):
             call: the call.
             continues: True if this call continues the sequences of an earlier call of the model.
         """
-        tokens, sizes = call.sources.tokens, (call.grid.batch, call.grid.heads)
+        tokens = call.sources.tokens
         if tokens is None:
             return call.index, continues
-        for place, whole in enumerate(self._so_far):
-            if (whole.site, whole.sizes) == (call.site, sizes) and tokens.is_other_part(whole.tokens):
+        before = self._so_far[call.site, call.grid.batch, call.grid.heads]
+        for place, whole in enumerate(before):
+            if tokens.is_other_part(whole.tokens):
                 of_both = torch.cat([whole.tokens.queries.numbers, tokens.queries.numbers], -1)
                 queries = tokens.queries._replace(numbers=of_both)
-                self._so_far[place] = whole._replace(tokens=whole.tokens._replace(queries=queries))
+                before[place] = whole._replace(tokens=whole.tokens._replace(queries=queries))
                 return whole.first_call, True
-        self._so_far.append(_Queries(call.site, call.index, sizes, tokens))
+        before.append(_Queries(call.index, tokens))
         return call.index, continues
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from headwise.attention.masks.grid import Grid
+from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.received_mask import ReceivedMask
 
 Result = TypeVar("Result")
@@ -23,12 +24,24 @@ class SharedResults:
 
     def __init__(self) -> None:
         self._results: OrderedDict[Hashable, tuple[Any, tuple[Any, ...]]] = OrderedDict()
+        self._latest_of_kind: dict[str, tuple[list[Any], list[int], Any]] = {}
         self._latest: ReceivedMask | None = None
 
-    def of(self, compute: Callable[[], Result], *inputs: Any) -> Result:
-        """Return the result of `compute`, which takes no arguments but depends on `inputs`. If a result for the same
-        inputs is cached, return that one and do not call `compute`.
+    def of(self, compute: Callable[[], Result], kind: str, *inputs: Any) -> Result:
+        """Return the result of `compute`, which takes no arguments but depends on `inputs`. If a result of this `kind`
+        for the same inputs is cached, return that one and do not call `compute`. It is found at once if the inputs are
+        the same objects as in the latest call for this kind, as in most layers of a model.
         """
+        objects, versions = list(inputs), [_version(each) for each in inputs if isinstance(each, Tensor)]
+        latest, latest_versions, result = self._latest_of_kind.get(kind, ((), (), None))
+        if len(latest) == len(objects) and versions == latest_versions and all(map(_is_same, latest, objects)):
+            return result
+        result = self._of_equal(compute, kind, *inputs)
+        self._latest_of_kind[kind] = objects, versions, result
+        return result
+
+    def _of_equal(self, compute: Callable[[], Result], *inputs: Any) -> Result:
+        """Return the result of `compute`, or a cached one for inputs that count as the same."""
         key = tuple(map(_identity, inputs))
         if key not in self._results:
             self._results[key] = compute(), inputs
@@ -49,10 +62,23 @@ class SharedResults:
 
 def _identity(value: Any) -> Hashable:
     """Return a dictionary key for one input. Keys of tensors are equal if they are views of the same memory with the
-    same layout, and not changed in between. For a string, number, `Grid` or None the key is the value; for other
+    same layout, and not changed in between. For a string, number, size or None the key is the value; for other
     objects it is the identity.
     """
     if isinstance(value, Tensor):
-        version = 0 if value.is_inference() else value._version
-        return (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), version)
-    return value if isinstance(value, str | int | Grid) or value is None else id(value)
+        return (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), _version(value))
+    return value if isinstance(value, _BY_VALUE) or value is None else id(value)
+
+
+_BY_VALUE = str, int, Grid, HeadLayout
+"""Types of inputs that are compared by their value."""
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of changes of a tensor in place; 0 if torch does not count them, as under inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return True if two inputs are the same object, or equal numbers, strings or sizes."""
+    return one is other or (type(one) is type(other) and isinstance(one, _BY_VALUE) and one == other)

@@ -4,7 +4,7 @@ that the kernels do not know.
 """
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Hashable, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -71,22 +71,34 @@ class KernelInputs:
     has_value: dict[str, Bool[Tensor, "#batch 1 queries"]]
     has_position: Bool[Tensor, "#batch keys"] | None
 
-    _means: dict[frozenset[str], "_Means"] = field(default_factory=dict, init=False, repr=False)
+    _means: dict[Hashable, tuple[frozenset[str], "_Means"]] = field(default_factory=dict, init=False, repr=False)
 
-    def means(self, missing: frozenset[str]) -> "_Means":
-        """Return which numbers of the kernels are averaged over rows, without the statistics that are `missing`."""
-        if missing not in self._means:
+    def means(
+        self, context: CallContext, has_projection: bool, has_softcap: bool, measured: frozenset[str] | None
+    ) -> tuple[frozenset[str], "_Means"]:
+        """Return the names of the statistics that are missing in a call with this `context`, to which these inputs
+        belong, and which numbers of the kernels are averaged over rows for the others. `measured` has the names of the
+        wanted statistics; None means all.
+        """
+        kind = has_projection, has_softcap, measured
+        if kind not in self._means:
+            missing = set(context.left_out)
+            missing |= set() if context.is_special is not None else {"special", "confidence_content"}
+            missing |= set() if self.key_tokens is not None else {"duplicate", "induction"}
+            missing |= set() if has_projection else {"written_norm"}
+            missing |= set() if has_softcap else {"max_logit_uncapped"}
+            missing |= set() if measured is None else STATISTICS.keys() - measured
             names = tuple(name for name in STATISTICS if name in COMPUTED - LARGEST - {"received"} - missing)
             device, every_row = self.positions.device, self.positions.new_ones(1, 1, 1, dtype=torch.bool)
             rows = [self.has_value.get(name, every_row) for name in names]
             rows.append(every_row.expand(1, 1, self.positions.shape[1]))
-            self._means[missing] = _Means(
+            self._means[kind] = frozenset(missing), _Means(
                 names,
                 torch.tensor([(*ROWS, "evenness").index(name) for name in names], device=device),
                 torch.stack(torch.broadcast_tensors(*rows)[:-1]),  # type: ignore[no-untyped-call]
                 names.index("evenness") if "evenness" in names else None,
             )
-        return self._means[missing]
+        return self._means[kind]
 
     @cached_property
     def whole(self) -> tuple[Tensor | int | None, ...]:
@@ -329,14 +341,9 @@ def _tally(
     `like` states which statistics are wanted; its additional statistics (`further`) are updated, too. On a CPU, return
     None if some rows are not finite.
     """
-    missing = set(context.left_out)
-    missing |= set() if context.is_special is not None else {"special", "confidence_content"}
-    missing |= set() if inputs.key_tokens is not None else {"duplicate", "induction"}
-    missing |= set() if like.gram is not None else {"written_norm"}
-    missing |= set() if problem.softcap is not None else {"max_logit_uncapped"}
-    missing |= set() if like.measured is None else STATISTICS.keys() - like.measured
+    missing, means = inputs.means(context, like.gram is not None, problem.softcap is not None, like.measured)
     tally = Tally(like.gram, like.first_token)
-    means, batch, heads, queries = inputs.means(frozenset(missing)), *rows.shape[1:]
+    batch, heads, queries = rows.shape[1:]
     if "received" not in missing:
         tally.other_sums["received"] = received, seen_by.double()
     on_gpu = is_on_gpu(problem)
