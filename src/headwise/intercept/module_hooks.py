@@ -3,7 +3,6 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -156,8 +155,7 @@ def _push(module_call: ModuleCall, interceptors: list[Interceptor]) -> None:
         if key is not None and plans:
             session.following = Following(key, states, plans, given, trace_from_log)
         else:
-            recording = None if key is None else Recording(key, states, Steps(given))
-            module_call = replace(module_call, recording=recording)
+            module_call.recording = None if key is None else Recording(key, states, Steps(given))
             session.lineage.restart(given)
     session.module_calls.append(module_call)
     recording, following = session.module_calls[0].recording, session.following

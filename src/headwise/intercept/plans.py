@@ -526,7 +526,7 @@ class Following:
     ) -> None:
         """Take note of the `result` of a function that the plan states. `modules` are the running module calls."""
         self._steps.add_results(result)
-        if not self.has_attended:
+        if not self._call:
             self.log.append(LoggedFunction(function, args, kwargs, result, list(modules)))
 
     def next_call(self, path: str, facts: CallFacts, tensors: tuple[Tensor, ...]) -> PlannedCall | None:

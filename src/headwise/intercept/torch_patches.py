@@ -1,6 +1,5 @@
 """Torch function mode that sees the functions by which an intercepted model computes attention."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.patches import OPERATORS as OTHER_OPERATORS
 from headwise.intercept.patches import SDPA, torchs_own
 from headwise.intercept.plans import Following
-from headwise.intercept.session import current_session
+from headwise.intercept.session import Session, current_session
 from headwise.intercept.trace.functions import QUERIES, FunctionCall, share_memory
 from headwise.intercept.trace.outputs import after_function, before_function, lose_outputs
 from headwise.intercept.trace.scores import contracted, follow_places, follow_scores, written_softmax
@@ -43,43 +42,46 @@ class TorchCalls(TorchFunctionMode):
         if func in QUERIES:
             return func(*args, **kwargs)
         session = current_session()
-        if session.torch_mode is not self or not session.intercepts:
+        if session.torch_mode is not self or session.is_paused or not session.module_calls:
             # The mode is another one where a backward pass repeats modules in a module.
             return torchs_own(func)(*args, **kwargs)
         if session.following is not None:
-            return _planned(session.following, func, args, kwargs)
-        recording = session.module_calls[0].recording
-        if recording is None:
-            return _traced(func, args, kwargs)
-        recording.on_function(torchs_own(func), args, kwargs)
-        result = _traced(func, args, kwargs)
-        recording.on_result(result)
-        return result
+            return _planned(session, session.following, func, args, kwargs)
+        return _recorded_call(session, func, args, kwargs)
 
 
-def _planned(following: Following, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recorded_call(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a torch function of a model that is traced, record the call for a plan, and return its result."""
+    recording = session.module_calls[0].recording
+    if recording is None:
+        return _traced(func, args, kwargs)
+    recording.on_function(torchs_own(func), args, kwargs)
+    result = _traced(func, args, kwargs)
+    recording.on_result(result)
+    return result
+
+
+def _planned(session: Session, following: Following, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a torch function of a model that follows a plan, and return its result. If no plan states the function,
     trace it, or report the contradiction to the interceptors if the model has attended.
     """
-    own = torchs_own(func)
+    own = func if type(func) in _IN_C else torchs_own(func)
     is_next = following.is_next(own, args, kwargs)
-    session = current_session()
-    if session.following is None:  # the plan was left just now
-        recording = session.module_calls[0].recording
-        assert recording is not None
-        recording.on_function(own, args, kwargs)
-        result = _traced(func, args, kwargs)
-        recording.on_result(result)
-        return result
     if not is_next:
+        if session.following is None:  # the plan was left just now
+            return _recorded_call(session, func, args, kwargs)
         session.report_contradiction()
     if own is SDPA or func in OPERATORS:
         result = _attention(own if own is SDPA else func, args, kwargs)
     else:
-        result = _run(func, own, args, kwargs)
+        result = own(*args, **kwargs) if own is func else _run(func, own, args, kwargs)
     if is_next:
         following.on_result(func, args, kwargs, result, session.module_calls)
     return result
+
+
+_IN_C = type(torch.add), type(torch.Tensor.add), type(torch.Tensor.__getitem__)
+"""Types of functions that are written in C, which no other library can replace under the same name."""
 
 
 def trace_from_log(following: Following) -> None:
@@ -88,7 +90,7 @@ def trace_from_log(following: Following) -> None:
     """
     session = current_session()
     session.following = None
-    session.module_calls[0] = replace(session.module_calls[0], recording=following.recording())
+    session.module_calls[0].recording = following.recording()
     session.lineage.restart(following.given)
     with session.paused():
         for function, args, kwargs, result, module_calls in following.log:
