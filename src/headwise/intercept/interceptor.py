@@ -93,7 +93,7 @@ UNKNOWN_SOURCES = InputSources()
 """Sources of a call about which nothing is known."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
     """One attention call inside a model, as reported to interceptors: where it happens, its sizes, and its tokens and
     padding.

@@ -13,13 +13,8 @@ from headwise.intercept.site import Site
 from headwise.intercept.trace.lineage import SiteParts
 from headwise.intercept.trace.modules import named_arguments
 
-_ARGUMENTS_WITHOUT_IDS = (
-    *(("pixel_values",), ("input_features",), ("input_values",)),
-    ("inputs_embeds", "encoder_hidden_states"),
-)
-"""Names of the arguments of modules that read images, sound or embeddings, although the model around them reads token
-ids. Such a module receives all arguments of one of the groups.
-"""
+NON_TOKEN_ARGUMENTS = ("pixel_values", "input_features", "input_values")
+"""Names of the arguments of modules that read images or sound, although the model around them reads tokens."""
 
 
 @dataclass(eq=False)
@@ -69,6 +64,14 @@ class ModuleCall:
     def named_arguments(self) -> Mapping[str, Any]:
         """Arguments by name, with the entries of arguments that are dicts."""
         return named_arguments(self.arguments) if self._has_mappings else self.arguments
+
+    @property
+    def may_read_ids(self) -> bool:
+        """False if the arguments are images, sound or embeddings, although the model around the module reads ids."""
+        given = self.named_arguments
+        if given.get("inputs_embeds") is not None and given.get("encoder_hidden_states") is not None:
+            return False
+        return all(given.get(name) is None for name in NON_TOKEN_ARGUMENTS)
 
     @cached_property
     def _has_mappings(self) -> bool:
@@ -139,8 +142,6 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
         ids = tokens if isinstance(tokens, Tensor) else None
         if ids is not None and padding is not None:
             break
-        if ids is None and any(
-            all(arguments.get(name) is not None for name in names) for names in _ARGUMENTS_WITHOUT_IDS
-        ):
+        if ids is None and not module_call.may_read_ids:
             break
     return ids if ids is not None and ids.ndim == 2 else None, padding

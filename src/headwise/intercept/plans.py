@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -320,25 +321,28 @@ class ModuleStates:
     def __init__(self, model: nn.Module) -> None:
         modules, self.model = list(model.modules()), model
         self._vars = [vars(each) for each in modules]
-        self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         written = [each for each in modules if each._modules or not type(each).__module__.startswith("torch.nn.")]
-        self._attributes = [(vars(each), [*vars(each).keys() - _OF_EVERY_MODULE]) for each in written]
+        self._attributes = [(vars(each), [*vars(each).keys() - _OF_EVERY_MODULE, "training"]) for each in written]
         configs = {id(each): each for module in modules if (each := vars(module).get("config")) is not None}
         self._attributes += [(vars(each), [*vars(each)]) for each in configs.values() if hasattr(each, "__dict__")]
+        self._sized = [*hooks, *(attributes for attributes, _ in self._attributes)]
+        self._latest: tuple[list[Any], Hashable] = [], None
 
     def read(self) -> Hashable:
-        """Return the present state of the modules."""
-        return (
-            tuple(map(len, self._hooks)),
-            tuple(["forward" in each for each in self._vars]),
-            tuple(
-                [
-                    value if type(value) in _STATED else None
-                    for attributes, names in self._attributes
-                    for value in (len(attributes), attributes.get("training"), *map(attributes.get, names))
-                ]
-            ),
-        )
+        """Return the present state of the modules; the same object as before if nothing has changed."""
+        values = [
+            value if type(value) in _STATED else None
+            for attributes, names in self._attributes
+            for value in map(attributes.get, names)
+        ]
+        values += map(len, self._sized)
+        values += ["forward" in each for each in self._vars]
+        latest, state = self._latest
+        if len(latest) != len(values) or not all(map(is_, values, latest)):
+            state = tuple(values)
+            self._latest = values, state
+        return state
 
     def identities(self) -> list[int]:
         """Return the identities of all attributes, by which it is seen if a call of the model changes them."""
@@ -550,14 +554,11 @@ class Following:
         """Return the sources of an attention call with these sizes, with its tokens if they are in order."""
         if not planned.is_in_order:
             return planned.sources
-        tokens = [self._new_tokens(grid, length) for length in (grid.queries, grid.keys, grid.keys)]
-        return planned.sources._replace(tokens=ComparedTokens(*tokens))
-
-    def _new_tokens(self, grid: Grid, length: int) -> NumberedTokens:
-        """Return the tokens in a new result of a linear map. Results of the same sizes have the same tensor of numbers,
-        which shows at once that their tokens do not differ.
-        """
-        sizes = grid.batch, length
-        if sizes not in self._numbers:
-            self._numbers[sizes] = numbers_in_order(*sizes, grid.device)
-        return NumberedTokens(self._numbers[sizes], LinearMapCall(sizes))
+        tokens = []
+        for length in (grid.queries, grid.keys, grid.keys):
+            # Results of the same sizes have the same tensor, which shows at once that their tokens do not differ.
+            sizes, numbers = (grid.batch, length), self._numbers.get((grid.batch, length))
+            if numbers is None:
+                numbers = self._numbers[sizes] = numbers_in_order(*sizes, grid.device)
+            tokens.append(NumberedTokens(numbers, LinearMapCall(sizes)))
+        return InputSources(*planned.sources[:4], ComparedTokens(*tokens), planned.sources.are_moved)

@@ -52,7 +52,7 @@ class _Paused:
     def __enter__(self) -> None:
         session = self._session
         self._before, session.is_paused = session.is_paused, True
-        self._mode = session.torch_mode
+        self._mode = None if self._before else session.torch_mode
         if self._mode is None or _get_current_function_mode() is not self._mode:  # type: ignore[no-untyped-call]
             self._mode = None
         else:

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from headwise.attention.masks.grid import Grid
-from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.received_mask import ReceivedMask
+from headwise.intercept.trace.axes import HeadLayout
 
 Result = TypeVar("Result")
 

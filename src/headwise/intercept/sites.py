@@ -17,7 +17,7 @@ from headwise.statistics.moments import Clusters, RunningLargest, RunningMoments
 from headwise.statistics.registry import LARGEST
 from headwise.statistics.tally import Tally
 
-MOST_CALLS = 32
+MOST_CALLS = 256
 """Largest number of attention calls of a site whose statistics wait to be merged."""
 
 MOST_SUMS = 2**17
@@ -268,7 +268,9 @@ class SiteRegistry(Interceptor):
             InputError: the module has another number of heads than in an earlier call.
         """
         heads, kv_heads = call.grid.heads, call.kv_heads
-        record = self._records.setdefault(call.site, SiteRecord(call.site, call.layer, heads, kv_heads))
+        record = self._records.get(call.site)
+        if record is None:
+            record = self._records.setdefault(call.site, SiteRecord(call.site, call.layer, heads, kv_heads))
         if (record.heads, record.kv_heads) != (heads, kv_heads):
             raise InputError("model", expected=f"{record.heads} heads in every call of {call.site.path}", got=heads)
         return record

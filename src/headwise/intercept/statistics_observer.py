@@ -150,7 +150,10 @@ class StatisticsObserver(Interceptor):
         record, observed = self._heads.register(call), self._contexts.read(call)
         if observed.lacks_positions:  # a mean over the other calls of the site alone would be another statistic
             record.discard(*OF_COMMON_POSITIONS, "first")
-        record.discard(*(observed.context.left_out & {"first"}), *(OF_TOKENS if observed.lacks_tokens else ()))
+        if "first" in observed.context.left_out:
+            record.discard("first")
+        if observed.lacks_tokens:
+            record.discard(*OF_TOKENS)
         if observed.lacks_positions and observed.continues:  # the same key may have another index in each call
             record.discard("received")
         if observed.lacks_rows:
@@ -176,8 +179,7 @@ class StatisticsObserver(Interceptor):
             )
         captured = None if self._capture is None else CapturedWeights(self._capture, grid)
 
-        interceptors = [module_call.interceptor for module_call in current_session().module_calls]
-        may_be_gated = any(type(each).change is not Interceptor.change for each in interceptors)
+        running = current_session().module_calls
 
         def observer(row_block: RowBlock) -> None:
             tally.add(row_block)
@@ -194,6 +196,7 @@ class StatisticsObserver(Interceptor):
                 record.add(tally, source, continues, clusters, may_wait=self._heads.clusters is None)
                 self._leave_out_missing(record, tally)
                 if head_outputs:
+                    may_be_gated = any(type(each.interceptor).change is not Interceptor.change for each in running)
                     self._written_norms.on_head_outputs(path, head_outputs[0], may_be_gated=may_be_gated)
                 if captured is not None:
                     self._heads.set_captured(call.site, captured)

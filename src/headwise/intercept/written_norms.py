@@ -194,6 +194,8 @@ class WrittenNorms:
         the model runs in training mode only, they show whether the projection found by its name is the right one. If no
         projection was found, they show that there is one nevertheless.
         """
+        if path in self._grams and path in self._settled:
+            return
         bases = {id(weight if weight._base is None else weight._base) for weight in weights}
         if path not in self._grams:
             self._projected_by_others.setdefault(path, set()).update(bases)
@@ -202,7 +204,8 @@ class WrittenNorms:
 
     def waits_for(self, path: str) -> bool:
         """Return True if head outputs of this call of the model wait for the module at `path`, their projection."""
-        waiting = self._model_calls[threading.get_ident()].head_outputs
+        model_call = self._model_calls.get(threading.get_ident())
+        waiting = {} if model_call is None else model_call.head_outputs
         return bool(waiting) and any(self._projection_paths[each] == path for each in waiting)
 
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:

@@ -272,7 +272,7 @@ def attend_tallied(
         if answer is None:
 
             def native_part(_part: Part, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-                *results, received, seen_by = torch.ops.headwise.attend_statistics(*arguments, gram)
+                *results, received, seen_by = library.operator("attend_statistics")(*arguments, gram)
                 return *results, received.double().mul_(RECEIVED_UNIT), seen_by
 
             out, lse, rows, received, seen_by = _in_parts(problem, inputs, native_part)
@@ -302,8 +302,12 @@ def _in_parts(
     once. The last two results are sums for each key. The one before them has the query rows on its last axis, the
     others on their third.
     """
-    visible = visible_keys(problem.mask, problem.grid)
-    parts = visible.parts()
+    visible = None if problem.mask is None else visible_keys(problem.mask, problem.grid)
+    parts = None if visible is None else visible.parts()
+    if visible is None or parts is None:
+        of_mask = (None, None) if visible is None else (visible.ranges, visible.matrix())
+        whole = Part(range(problem.grid.queries), range(problem.grid.keys))
+        return compute(whole, (*native.arguments(problem, *of_mask), *inputs.whole))
     q, k, v, scale, head_scale, softcap, sinks, _, _, bias = native.arguments(problem, None, None)
     options = Options(scale, head_scale, softcap, sinks, bias)
 
@@ -311,10 +315,6 @@ def _in_parts(
         tensors = part.of(q, k, v)
         return compute(part, (*tensors, *options.arguments(part, ranges, matrix), *inputs.arguments(part)))
 
-    if parts is None:
-        whole = Part(range(problem.grid.queries), range(problem.grid.keys))
-        of_mask = scale, head_scale, softcap, sinks, visible.ranges, visible.matrix(), bias
-        return compute(whole, (q, k, v, *of_mask, *inputs.whole))
     by_rows = []
     sizes = (*q.shape[:2], k.shape[2])
     sums = [torch.zeros(sizes, dtype=dtype, device=q.device) for dtype in (torch.float64, torch.int32)]
