@@ -34,7 +34,8 @@ class FunctionPatches(Patches):
     """
 
     def __init__(self, engines: Iterable[Engine]) -> None:
-        super().__init__(lambda: _replacements(self.engines))
+        others: set[str] = set()
+        super().__init__(lambda: _replacements(self.engines, others))
         self.engines = tuple(engines)
 
     def _replace(self, owner: FunctionType, name: str, function: Callable[..., Any]) -> None:
@@ -59,13 +60,18 @@ class FunctionPatches(Patches):
         owner.__code__ = code
 
 
-def _replacements(engines: Iterable[Engine]) -> Iterator[Replacement]:
-    """Yield each function of `engines` that a loaded module defines, a name, and the function that intercepts it."""
+def _replacements(engines: Iterable[Engine], others: set[str]) -> Iterator[Replacement]:
+    """Yield each function of `engines` that a loaded module defines, a name, and the function that intercepts it. Names
+    of modules that define none are added to `others`, so that the thousands of loaded modules are searched once.
+    """
     seen: set[FunctionType] = set()
-    for module_name, module in list(sys.modules.items()):
-        for engine in engines:
-            for name in engine.functions if engine.is_module(module_name) else ():
-                function = getattr(module, name, None)
+    for module_name in [each for each in list(sys.modules) if each not in others]:
+        fitting = [engine for engine in engines if engine.is_module(module_name)]
+        if not fitting:
+            others.add(module_name)
+        for engine in fitting:
+            for name in engine.functions:
+                function = getattr(sys.modules.get(module_name), name, None)
                 if isinstance(function, FunctionType) and function not in seen:
                     seen.add(function)
                     yield Replacement(function, GLOBAL_NAME.format(name), _intercepting(function, name, engine))
