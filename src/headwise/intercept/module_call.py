@@ -76,7 +76,11 @@ class ModuleCall:
     @cached_property
     def _has_mappings(self) -> bool:
         """True if some arguments are dicts."""
-        return any(isinstance(argument, Mapping) for argument in self.arguments.values())
+        return any(
+            isinstance(argument, Mapping)
+            for argument in self.arguments.values()
+            if argument is not None and type(argument) is not Tensor  # most arguments; other checks take longer
+        )
 
     @property
     def is_attention(self) -> bool:

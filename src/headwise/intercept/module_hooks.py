@@ -63,8 +63,7 @@ class ModuleHooks(UncopiedHooks):
         """
         session = current_session()
         following = session.following
-        is_around = following is None or not following.has_attended or self._path not in following.plan.other_paths
-        if not is_around and not self._interceptor.needs_end_of(self._path):
+        if following is not None and self._path in following.skipped and not self._interceptor.needs_end_of(self._path):
             return None
         interceptors = [interception.interceptor for interception in session.current_interceptions]
         if self.is_copy or self._interceptor not in interceptors:

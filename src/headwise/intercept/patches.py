@@ -189,6 +189,10 @@ def torchs_own(function: Callable[..., Any]) -> Callable[..., Any]:
         return _of_operator(function)
     if not isinstance(function, FunctionType | InterceptedFunction) or function in _ALL_OWN_FUNCTIONS:
         return function
+    usual_name = getattr(function, "__name__", "")
+    for owner, functions in _OWN_FUNCTIONS.items():
+        if usual_name in functions and vars(owner).get(usual_name) is function:
+            return functions[usual_name]
     for owner, functions in _OWN_FUNCTIONS.items():
         for name, own in functions.items():
             if vars(owner).get(name) is function:

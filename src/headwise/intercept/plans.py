@@ -179,7 +179,10 @@ class Steps:
 
     def add_results(self, result: Any) -> None:
         """Number the tensors in the result of a call."""
-        if isinstance(result, Tensor):
+        if type(result) is Tensor:  # most results; this is done after each function that a model calls
+            self._count += 1
+            self._numbers[id(result)] = ref(result), (self._count,)
+        elif isinstance(result, Tensor):
             self._number(result)
         elif isinstance(result, tuple | list):
             for each in result:
@@ -469,6 +472,8 @@ class Following:
         attended: running modules at each attention call so far.
         is_contradicted: True if the call has taken another step than the plan states.
         log: functions that the model called before it first attended.
+        skipped: paths of modules whose calls need not be followed: after the first attention call, those without
+            attention.
     """
 
     def __init__(
@@ -486,6 +491,7 @@ class Following:
         self.attended: list[list[Any]] = []
         self.is_contradicted = False
         self.log: list[LoggedFunction] = []
+        self.skipped: frozenset[str] = frozenset()
         self._numbers: dict[tuple[int, int], Tensor] = {}
 
     @property
@@ -513,6 +519,7 @@ class Following:
         for plan in self._plans:
             if plan.steps[: number + 1] == [*so_far, step] and plan.calls[: self._call] == calls:
                 self.plan = plan
+                self.skipped = plan.other_paths if self.has_attended else self.skipped
                 return True
         if not self.has_attended:
             self._trace(self)
@@ -541,6 +548,7 @@ class Following:
             return None
         self._call += 1
         self.log.clear()
+        self.skipped = self.plan.other_paths
         return self.plan.calls[self._call - 1]
 
     def is_complete(self) -> bool:

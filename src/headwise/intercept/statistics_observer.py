@@ -150,10 +150,7 @@ class StatisticsObserver(Interceptor):
         record, observed = self._heads.register(call), self._contexts.read(call)
         if observed.lacks_positions:  # a mean over the other calls of the site alone would be another statistic
             record.discard(*OF_COMMON_POSITIONS, "first")
-        if "first" in observed.context.left_out:
-            record.discard("first")
-        if observed.lacks_tokens:
-            record.discard(*OF_TOKENS)
+        record.discard(*(observed.context.left_out & {"first"}), *(OF_TOKENS if observed.lacks_tokens else ()))
         if observed.lacks_positions and observed.continues:  # the same key may have another index in each call
             record.discard("received")
         if observed.lacks_rows:

@@ -21,6 +21,7 @@ from headwise.intercept.session import Session, current_session
 from headwise.intercept.trace.functions import QUERIES, FunctionCall, share_memory
 from headwise.intercept.trace.outputs import after_function, before_function, lose_outputs
 from headwise.intercept.trace.scores import contracted, follow_places, follow_scores, written_softmax
+from headwise.intercept.trace.state import CURRENT
 from headwise.intercept.trace.unread import report_averages, report_new_tensors
 from headwise.intercept.trace.weights import before_overwriting
 from headwise.intercept.unreadable_tensors import has_no_numbers
@@ -41,8 +42,13 @@ class TorchCalls(TorchFunctionMode):
             return torchs_own(func)(*args, **kwargs)  # a compiler reads it; its calls are intercepted when they run
         if func in QUERIES:
             return func(*args, **kwargs)
-        session = current_session()
-        if session.torch_mode is not self or session.is_paused or not session.module_calls:
+        session = CURRENT.get()  # a session with this mode is one of this thread
+        if (
+            not isinstance(session, Session)
+            or session.torch_mode is not self
+            or session.is_paused
+            or not session.module_calls
+        ):
             # The mode is another one where a backward pass repeats modules in a module.
             return torchs_own(func)(*args, **kwargs)
         if session.following is not None:
