@@ -92,11 +92,14 @@ class KernelInputs:
             device, every_row = self.positions.device, self.positions.new_ones(1, 1, 1, dtype=torch.bool)
             rows = [self.has_value.get(name, every_row) for name in names]
             rows.append(every_row.expand(1, 1, self.positions.shape[1]))
-            self._means[kind] = frozenset(missing), _Means(
-                names,
-                torch.tensor([(*ROWS, "evenness").index(name) for name in names], device=device),
-                torch.stack(torch.broadcast_tensors(*rows)[:-1]),  # type: ignore[no-untyped-call]
-                names.index("evenness") if "evenness" in names else None,
+            self._means[kind] = (
+                frozenset(missing),
+                _Means(
+                    names,
+                    torch.tensor([(*ROWS, "evenness").index(name) for name in names], device=device),
+                    torch.stack(torch.broadcast_tensors(*rows)[:-1]),  # type: ignore[no-untyped-call]
+                    names.index("evenness") if "evenness" in names else None,
+                ),
             )
         return self._means[kind]
 
