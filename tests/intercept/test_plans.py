@@ -305,6 +305,30 @@ def test_few_plans_are_kept_of_models_that_change_in_every_call():
     assert len(plans._PLANS[model]) == plans.MOST_KINDS
 
 
+class Indexed(Attention):
+    """Attention whose queries an index outside of the model selects: in their order by 1, in reverse order by True."""
+
+    at: object = 1
+
+    def forward(self, x, memory=None):
+        """Return the output in the order of the queries."""
+        q, k, v = (
+            layer(x).unflatten(-1, (3, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q = torch.stack([q.flip(2), q])[Indexed.at].reshape(-1, *q.shape)[0]
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_equal_arguments_of_other_types_are_other_steps(traced, monkeypatch):
+    model, call = Indexed(), lambda model: model(inputs())
+    other = copy.deepcopy(model)
+    watched(model, *3 * [call])
+    monkeypatch.setattr(Indexed, "at", True)
+    expected = traced(other, call)
+    assert "distance" not in expected[0][0][0]
+    require_equal(watched(model, call), expected)
+
+
 class BySorting(Attention):
     """Attention whose queries, keys and values are in the order of a number of each token."""
 
