@@ -8,6 +8,17 @@ step with the plan, so that the same facts hold. Mask, padding and token ids are
 
 If a step differs before the model has attended, another plan may state it; otherwise the call is traced from there. If
 a step differs later, the modules that attend in this call are left out by name.
+
+A plan is followed only by calls with the same
+
+- module that is called, and state of its modules: training mode; numbers, flags and names among their attributes and in
+  their configurations; the number of their hooks; methods `forward` of single objects (`ModuleStates`);
+- names, kinds and sizes of the arguments, the numbers and strings among them, and the same tensors in two places;
+- gradient mode, inference mode, autocast, and number of torch function modes (`PlanKey`);
+- interception: one model, nothing stated by the user, and interceptors that change outputs or only observe.
+
+Everything else is compared while the call runs: each function with its arguments, and each attention call with its
+module, function, heads and features.
 """
 
 from collections import OrderedDict
