@@ -312,9 +312,7 @@ class Indexed(Attention):
 
     def forward(self, x, memory=None):
         """Return the output in the order of the queries."""
-        q, k, v = (
-            layer(x).unflatten(-1, (3, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (layer(x).unflatten(-1, (3, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q = torch.stack([q.flip(2), q])[Indexed.at].reshape(-1, *q.shape)[0]
         return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 

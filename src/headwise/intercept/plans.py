@@ -22,7 +22,7 @@ module, function, heads and features.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from math import prod
 from operator import is_
@@ -340,17 +340,17 @@ class ModuleStates:
         self._attributes = [(vars(each), [*vars(each).keys() - _OF_EVERY_MODULE, "training"]) for each in written]
         configs = {id(each): each for module in modules if (each := vars(module).get("config")) is not None}
         self._attributes += [(vars(each), [*vars(each)]) for each in configs.values() if hasattr(each, "__dict__")]
-        self._sized = [*hooks, *(attributes for attributes, _ in self._attributes)]
+        self._sized: list[Sized] = [*hooks, *(attributes for attributes, _ in self._attributes)]
         self._latest: tuple[list[Any], Hashable] = [], None
 
     def read(self) -> Hashable:
         """Return the present state of the modules; the same object as before if nothing has changed."""
-        values = [
+        values: list[Any] = [
             value if type(value) in _STATED else None
             for attributes, names in self._attributes
             for value in map(attributes.get, names)
         ]
-        values += map(len, self._sized)
+        values += [len(each) for each in self._sized]
         values += ["forward" in each for each in self._vars]
         latest, state = self._latest
         if len(latest) != len(values) or not all(map(is_, values, latest)):

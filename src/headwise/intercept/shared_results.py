@@ -8,7 +8,6 @@ from torch import Tensor
 
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.received_mask import ReceivedMask
-from headwise.intercept.trace.axes import HeadLayout
 
 Result = TypeVar("Result")
 
@@ -33,9 +32,11 @@ class SharedResults:
         the same objects as in the latest call for this kind, as in most layers of a model.
         """
         objects, versions = list(inputs), [_version(each) for each in inputs if isinstance(each, Tensor)]
-        latest, latest_versions, result = self._latest_of_kind.get(kind, ((), (), None))
-        if len(latest) == len(objects) and versions == latest_versions and all(map(_is_same, latest, objects)):
-            return result
+        latest = self._latest_of_kind.get(kind)
+        is_known = latest is not None and latest[1] == versions and len(latest[0]) == len(objects)
+        if latest is not None and is_known and all(map(_is_same, latest[0], objects)):
+            known: Result = latest[2]
+            return known
         result = self._of_equal(compute, kind, *inputs)
         self._latest_of_kind[kind] = objects, versions, result
         return result
@@ -70,7 +71,7 @@ def _identity(value: Any) -> Hashable:
     return value if isinstance(value, _BY_VALUE) or value is None else id(value)
 
 
-_BY_VALUE = str, int, Grid, HeadLayout
+_BY_VALUE = str, int, Grid
 """Types of inputs that are compared by their value."""
 
 
