@@ -1,5 +1,7 @@
 """Checks of accelerated models under torch.compile and torch.export; tests run them in separate processes."""
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -7,6 +9,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 import headwise as hw
 from headwise.intercept import accelerated_sdpa
+from headwise.intercept.compiled_sdpa import compiled_modules
+from headwise.intercept.patches import SDPA
 
 
 class Attention(nn.Module):
@@ -19,6 +23,50 @@ class Attention(nn.Module):
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (3, 12)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).transpose(1, 2).flatten(2)
+
+
+def recorded(model, x, graphs):
+    """Return the output of a compiled model, and add the names of the attention functions that it records."""
+
+    def backend(module, _):
+        targets = [node.target for node in module.graph.nodes]
+        graphs.append(
+            ["torch" if each is SDPA else str(each) for each in targets if each is SDPA or "headwise" in str(each)]
+        )
+        return module.forward
+
+    return torch.compile(model, backend=backend, fullgraph=True)(x)
+
+
+def records_native_operators():
+    """Check that a compiled model has the outputs and gradients of before, by native operators in one graph, until it
+    is restored; a copy and an exported program have torch's attention.
+    """
+    accelerated_sdpa._why_slower = lambda problem, hides_nothing: None
+    x = torch.randn(2, 7, 36)
+    shown = torch.rand(2, 1, 7, 7) > 0.5  # not ranges in each row: the operator leaves it to torch
+    hidden = torch.zeros(7, 7).masked_fill(torch.ones(7, 7).triu(2) > 0, -torch.inf)
+    masks = (None, "attend_forward"), (hidden, "sdpa_with_mask"), (shown, "sdpa_with_mask")
+    for mask, operator in masks:
+        model, graphs = nn.Sequential(Attention(mask), Attention(mask)), []
+        with torch.no_grad():
+            expected = model(x)
+            with hw.accelerate(model):
+                torch.testing.assert_close(recorded(model, x, graphs), expected)
+                torch.testing.assert_close(torch.compile(model, backend="aot_eager", dynamic=True)(x[:, :7]), expected)
+                recorded(copy.deepcopy(model), x, graphs)
+                torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
+            recorded(model, x, graphs)
+        assert graphs == [[f"headwise.{operator}"] * 2, ["torch"] * 2, ["torch"] * 2], graphs
+        torch._dynamo.reset()
+        assert compiled_modules.depth == 0
+        of_output = torch.randn(2, 7, 36)
+        expected = torch.autograd.grad(model(x), list(model.parameters()), of_output)
+        with hw.accelerate(model):
+            compiled = torch.compile(model, backend="aot_eager")(x)
+            actual = torch.autograd.grad(compiled, list(model.parameters()), of_output)
+        torch.testing.assert_close(actual, expected)
+        torch._dynamo.reset()
 
 
 def runs_as_without():

@@ -258,5 +258,9 @@ def test_compiled_models_are_refused():
         hw.accelerate("llama")
 
 
+def test_a_compiled_model_records_native_operators(tracing_server):
+    tracing_server.run("import traced_acceleration; traced_acceleration.records_native_operators()")
+
+
 def test_a_compiled_model_runs_as_without_acceleration(tracing_server):
     tracing_server.run("import traced_acceleration; traced_acceleration.runs_as_without()")

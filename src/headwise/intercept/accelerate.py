@@ -26,6 +26,7 @@ from headwise.attention.backends.native import library
 from headwise.checks import require_module
 from headwise.intercept.accelerated_sdpa import CallRecorder, SDPACall, accelerated_modules, why_not
 from headwise.intercept.adapters.all_adapters import sdpa_patches
+from headwise.intercept.compiled_sdpa import compiled_modules, register_operator
 from headwise.intercept.install import require_uncompiled
 from headwise.intercept.layer_index import innermost_attention_modules, is_related
 from headwise.intercept.patches import Patches, Replacement
@@ -147,8 +148,9 @@ def accelerate(model: Any) -> Acceleration:
 
     The model computes the same output and gradients, up to rounding, with its own masks. Other calls are unchanged: the
     same function of torch receives the same arguments. Those are calls with dropout, with a bias, on a GPU, in half
-    precision, and calls that `torch.compile` compiles. Parameters, config and state dict of the model are unchanged,
-    and copies of it are not accelerated.
+    precision, and calls in exported programs. In a model that `torch.compile` compiles afterwards, the compiled code
+    calls the kernels. Parameters, config and state dict of the model are unchanged, and copies of it are not
+    accelerated.
 
         acceleration = hw.accelerate(model)
         model(**inputs)
@@ -191,6 +193,7 @@ def _install(model: nn.Module, acceleration: Acceleration) -> ExitStack:
     with ExitStack() as stack:
         stack.enter_context(sdpa_patches)
         stack.enter_context(layer_patches)
+        register_operator()
         for path, module in marked_modules(model):
             if isinstance(module, TORCH_LAYERS):
                 stack.callback(accelerate_layer(module, acceleration, path))
@@ -242,15 +245,17 @@ class AcceleratedHooks(UncopiedHooks):
         yield module.register_forward_hook(self.on_end, always_call=True)
 
     def on_start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook: mark the module as running. While torch compiles the module, do nothing, so that the
-        compiled code is not accelerated.
-        """
-        if not torch.compiler.is_compiling() and not self.is_copy:
+        """Forward pre-hook: mark the module as running. While torch compiles it, count it for `compiled_sdpa`."""
+        if torch.compiler.is_dynamo_compiling():
+            compiled_modules.depth += not self.is_copy
+        elif not torch.compiler.is_compiling() and not self.is_copy:
             accelerated_modules.start(self._recorder, self._path, module)
 
     def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: record that the module no longer runs. While torch compiles the module, do nothing."""
-        if not torch.compiler.is_compiling() and not self.is_copy:
+        """Forward hook: record that the module no longer runs."""
+        if torch.compiler.is_dynamo_compiling():
+            compiled_modules.depth -= not self.is_copy
+        elif not torch.compiler.is_compiling() and not self.is_copy:
             accelerated_modules.end(self._recorder, module)
 
 

@@ -309,7 +309,7 @@ def _answer(call: SDPACall) -> Float[Tensor, "*batch queries value_dim"] | str:
         ranges, reason = accelerated_modules.ranges_of(mask, dtype if mask.dtype in AUTOCAST_DTYPES else None)
         if reason is not None:
             return reason
-    out: Tensor = torch.ops.headwise.attend_forward(*native.arguments(_problem_of(call), ranges, None))[0]
+    out: Tensor = torch.ops.headwise.attend_forward(*native.arguments(problem_of(call), ranges, None))[0]
     return out if call.query.ndim == 4 else out[0]
 
 
@@ -318,7 +318,7 @@ def _is_usual(tensor: Tensor) -> bool:
     return has_own_class(tensor) and not tensor.is_nested and has_values(tensor)
 
 
-def _problem_of(call: SDPACall, mask: Mask | None = None) -> Problem:
+def problem_of(call: SDPACall, mask: Mask | None = None) -> Problem:
     """Return an SDPA call as a `Problem`, headwise's form of the tensors and options of one attention call. The call's
     own mask is replaced by `mask`. Tensors without a batch axis get one of size 1.
     """
@@ -358,18 +358,18 @@ def why_not(call: SDPACall) -> str | None:
     if key not in _reasons:
         if len(_reasons) >= MOST_REASONS:
             _reasons.clear()
-        _reasons[key] = _examine(call)
+        _reasons[key] = why_not_supported(call)
     return _reasons[key]
 
 
-def _examine(call: SDPACall) -> str | None:
+def why_not_supported(call: SDPACall) -> str | None:
     """Compute the result of `why_not`, which caches it: the reason why torch must compute a call, or None."""
     if not _has_usual_sizes(call):
         return SIZES
     if call.scale is not None and not 0 < call.scale < math.inf:
         return SCALE
     is_square = call.query.shape[-2] == call.key.shape[-2]
-    problem = _problem_of(call, causal() if call.is_causal and is_square else None)
+    problem = problem_of(call, causal() if call.is_causal and is_square else None)
     return native.why_not(problem) or _why_not_options(call) or _why_slower(problem, call.attn_mask is None)
 
 
@@ -399,6 +399,8 @@ def _why_not_options(call: SDPACall) -> str | None:
         return KERNEL_CHOSEN
     q, k, v, mask, *_ = call
     options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "enable_gqa": call.enable_gqa}
+    if torch.compiler.is_compiling():  # compiled code has no second derivative
+        return None
     if call.needs_gradient and torch._fused_sdp_choice(q, k, v, mask, **options) == SDPBackend.MATH.value:
         return SECOND_DERIVATIVE
     return None

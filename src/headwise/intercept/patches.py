@@ -87,28 +87,40 @@ _ALL_OWN_FUNCTIONS = frozenset(function for functions in _OWN_FUNCTIONS.values()
 class InterceptedFunction:
     """Callable object that replaces a function and intercepts its calls.
 
+    Args:
+        intercept: function that intercepts a call; it receives the other function, and the arguments of the call.
+        previous: the other function.
+        compiled: function that a compiler reads in place of `intercept`; by default one that calls the other function.
+
     Attributes:
         previous: the other function: torch's own, or that of another library.
     """
 
-    def __init__(self, intercept: Callable[..., Any], previous: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        intercept: Callable[..., Any],
+        previous: Callable[..., Any],
+        compiled: Callable[..., Any] | None = None,
+    ) -> None:
         update_wrapper(self, previous)
-        self._intercept, self.previous = intercept, previous
+        self._intercept, self.previous, self._compiled = intercept, previous, compiled or call_replaced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the intercepting function with the other function as its first argument. A compiler that reads the call
-        reads the other function alone.
+        """Call the intercepting function, or the one that a compiler reads, with the other function as its first
+        argument.
         """
         if torch.compiler.is_dynamo_compiling():
-            return call_replaced(self.previous, *args, **kwargs)
+            return self._compiled(self.previous, *args, **kwargs)
         return self._intercept(self.previous, *args, **kwargs)
 
 
-def intercepting(owner: Any, name: str, intercept: Callable[..., Any]) -> Replacement:
+def intercepting(
+    owner: Any, name: str, intercept: Callable[..., Any], compiled: Callable[..., Any] | None = None
+) -> Replacement:
     """Return a replacement of the function `name` of `owner`. It calls `intercept` with the replaced function and then
-    the arguments of the call.
+    the arguments of the call. A compiler reads `compiled` in place of `intercept`.
     """
-    return Replacement(owner, name, InterceptedFunction(intercept, getattr(owner, name)))
+    return Replacement(owner, name, InterceptedFunction(intercept, getattr(owner, name), compiled))
 
 
 def is_causal_bias(mask: Any) -> bool:

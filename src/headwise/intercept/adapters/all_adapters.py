@@ -18,6 +18,7 @@ from headwise.intercept.adapters.torch_varlen import VARLEN
 from headwise.intercept.adapters.transformers_attention import dispatch_patches
 from headwise.intercept.adapters.xformers import XFORMERS
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
+from headwise.intercept.compiled_sdpa import compiled_sdpa
 from headwise.intercept.patches import Patches, Replacement, intercepting
 from headwise.intercept.uncopied_hooks import getstate_without_hooks
 
@@ -32,7 +33,7 @@ def _replacements_for_sdpa() -> Iterator[Replacement]:
     """Yield the replacements that intercept calls of SDPA and of `headwise.attend`, also when activation checkpointing
     repeats them. A further replacement, of a method of `nn.Module`, leaves headwise's hooks out of copies of modules.
     """
-    yield intercepting(F, "scaled_dot_product_attention", intercepted_sdpa)
+    yield intercepting(F, "scaled_dot_product_attention", intercepted_sdpa, compiled_sdpa)
     yield Replacement(attend, "interception_hook", answer_intercepted)
     yield Replacement(nn.Module, "__getstate__", getstate_without_hooks(nn.Module.__getstate__))
     yield Replacement(checkpoint, "CheckpointFunction", InterceptedCheckpointFunction)

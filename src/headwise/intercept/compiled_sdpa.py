@@ -1,0 +1,96 @@
+"""Calls of torch's `scaled_dot_product_attention` in accelerated models that `torch.compile` compiles.
+
+The compiler reads sizes, dtypes and options, but not the numbers of a mask. So it records native attention for a call
+without a mask. For one with a mask, it records an operator, which reads the mask at each call.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
+from headwise.attention.backends.native import backend as native
+from headwise.attention.masks.factories import causal
+from headwise.attention.masks.key_ranges import run_lengths
+from headwise.intercept.accelerated_sdpa import SDPACall, problem_of, why_not_supported
+from headwise.intercept.patches import SDPA, call_replaced
+
+
+class CompiledModules:
+    """Accelerated modules whose calls `torch.compile` is reading.
+
+    Attributes:
+        depth: number of these modules around the code that is read now.
+    """
+
+    depth = 0
+
+
+compiled_modules = CompiledModules()
+"""The accelerated modules whose calls `torch.compile` is reading."""
+
+
+def compiled_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Code that `torch.compile` reads in place of torch's `scaled_dot_product_attention`. In accelerated modules it
+    computes by the native kernels what these support and compute faster; other calls are those of `previous`, the
+    replaced function.
+    """
+    if previous is SDPA and compiled_modules.depth > 0 and not torch.compiler.is_exporting():
+        call = SDPACall.of(*args, **kwargs)
+        dtype = autocast_dtype(call.query.device)
+        if dtype is not None:
+            q, k, v = (each.to(dtype) if each.dtype in AUTOCAST_DTYPES else each for each in call.tensors)
+            mask = call.attn_mask
+            if mask is not None and mask.dtype in AUTOCAST_DTYPES:
+                mask = mask.to(dtype)
+            call = call._replace(query=q, key=k, value=v, attn_mask=mask)
+        if _is_for_kernels(call):
+            if call.attn_mask is None:
+                return native.run(problem_of(call, causal() if call.is_causal else None)).out
+            of_mask = call.attn_mask, call.scale, call.enable_gqa
+            result: Tensor = torch.ops.headwise.sdpa_with_mask(*call.tensors, *of_mask)
+            return result
+    result = call_replaced(previous, *args, **kwargs)
+    return result
+
+
+def _is_for_kernels(call: SDPACall) -> bool:
+    """Return True if the native kernels support a call, whatever the numbers of its mask, and compute it faster. Calls
+    with a mask are left to torch if they need a gradient, and causal ones with fewer or more keys than queries.
+    """
+    mask = call.attn_mask
+    if call.query.ndim != 4 or (mask is not None and (call.needs_gradient or type(mask) is not Tensor)):
+        return False
+    if call.is_causal and call.query.shape[2] != call.key.shape[2]:
+        return False
+    return why_not_supported(call) is None
+
+
+@cache
+def register_operator() -> torch.library.Library:
+    """Register the operator for calls with a mask. It exists as long as the library that is returned."""
+    operators = torch.library.Library("headwise", "FRAGMENT")  # type: ignore[no-untyped-call]
+    schema = "sdpa_with_mask(Tensor q, Tensor k, Tensor v, Tensor mask, float? scale, bool enable_gqa) -> Tensor"
+    operators.define(schema)  # type: ignore[no-untyped-call]
+    operators.impl("sdpa_with_mask", _sdpa_with_mask, "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake("headwise::sdpa_with_mask", _empty_output)
+    return operators
+
+
+def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
+    """Return the output of a call by the native kernels, or by torch if the kernels cannot read the mask."""
+    ranges, reason = run_lengths(mask[(None,) * (4 - mask.ndim)])
+    if reason is not None:
+        return _empty_output(q, k, v).copy_(SDPA(q, k, v, mask, scale=scale, enable_gqa=enable_gqa))
+    problem = problem_of(SDPACall(q, k, v, mask, scale=scale, enable_gqa=enable_gqa))
+    out: Tensor = torch.ops.headwise.attend(*native.arguments(problem, ranges, None))[0]
+    return out
+
+
+def _empty_output(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> Tensor:
+    """Return the output of a call in the memory layout of the native kernels, without values."""
+    batch, heads, queries, _head_dim = q.shape
+    return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
