@@ -16,6 +16,7 @@ from threading import Lock
 
 from tqdm import tqdm
 
+from benchmarks.measure import machine
 from research.census.pool import judged
 
 RESULTS = Path(__file__).parent / "results.json"
@@ -64,11 +65,12 @@ def main() -> None:
 
 
 def write(verdicts: dict[str, dict], path: Path) -> None:
-    """Write the verdicts of all model types, in order, the versions and the total seconds to a JSON file."""
+    """Write the verdicts of all model types, in order, versions, processor and total seconds to a JSON file."""
     seconds = sum(verdict["seconds"] for verdict in verdicts.values())
     versions = {name: version(name) for name in ("headwise", "torch", "transformers")}
     ordered = [verdicts[name] for name in sorted(verdicts)]
-    results = {"versions": versions, "seconds": round(seconds), "verdicts": ordered}
+    processor = "{cpu} with {capability}".format(**machine())
+    results = {"versions": versions, "processor": processor, "seconds": round(seconds), "verdicts": ordered}
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ import headwise as hw
 from research.census.batches import Batch
 from research.census.compare import is_related, without_part
 from research.census.training import floating, is_close
+from research.census.watched import TIMES
 from research.dispatcher_truth.element_tags import name_of
 from research.dispatcher_truth.module_stack import ModuleStack
 from research.dispatcher_truth.recorder import PRODUCTS, Record, TruthCall
@@ -70,8 +71,10 @@ def _check_head(
 @torch.no_grad()
 def _gated(model: nn.Module, batch: Batch, layer: int | str, head: int) -> list[Tensor]:
     with hw.gate(model, {(layer, head): 0.0}):
-        torch.manual_seed(0)
-        return floating(model(**batch.inputs))
+        for _ in range(TIMES):
+            torch.manual_seed(0)
+            output = floating(model(**batch.inputs))
+    return output
 
 
 def _calls_of(record: Record, row: dict[str, Any], rows: list[dict[str, Any]]) -> list[TruthCall]:

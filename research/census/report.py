@@ -37,10 +37,12 @@ their keys from all queries. Each sequence also runs alone, without padding. Whe
 weights alone and in a padded batch, both truths must agree.
 
 **The runs.** Two sequences without padding; with padding on the left and on the right, also of the decoder's input, and
-of both; the same with eager attention; a text in five pieces with a growing and with a static cache; greedy generation
-from left-padded prompts with both caches; a training step with dropout, whose outputs, gradients and random numbers
-must be those of a step without `watch`; float32 and bfloat16, where the error may be twice that of the plain model; and
-gates of two heads, compared with a model in which these heads' columns of the output projection are zero.
+of both; the same with eager attention; the shorter sequence alone; a text in five pieces with a growing and with a
+static cache; greedy generation from left-padded prompts with both caches; a training step with dropout, whose outputs,
+gradients and random numbers must be those of a step without `watch`; float32 and bfloat16, where the error may be twice
+that of the plain model; and gates of two heads, compared with a model in which these heads' columns of the output
+projection are zero. Each run is made three times in the same process, and must have the same results each time. Two
+calls of a kind make a plan of the model's attention, if `watch` can make one, and the third call follows it.
 """
 
 
@@ -50,11 +52,14 @@ def document(results: dict) -> str:
     counts = Counter(verdict["outcome"] for verdict in verdicts)
     lines = [INTRODUCTION]
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
-    lines += [f"{names}; {len(verdicts)} model types in {results['seconds'] / 120:.0f} minutes on two cores.\n"]
+    minutes = f"{results['seconds'] / 120:.0f} minutes on two cores of {results['processor']}"
+    lines += [f"{names}; {len(verdicts)} model types in {minutes}.\n"]
     if len(verdicts) < SAMPLE:
         lines += ["These model types are a sample. `make census` runs all types.\n"]
     lines += ["| outcome | types | |", "| --- | --- | --- |"]
     lines += [f"| {outcome} | {counts[outcome]} | {meaning} |" for outcome, meaning in MEANINGS.items()]
+    following = sum(any(run["followed"] for run in verdict.get("runs", ())) for verdict in verdicts)
+    lines += ["", f"{following} model types follow a plan in at least one of their runs."]
     lines += ["", "## Runs", "", *_runs(verdicts), "", "## Reasons", ""]
     for outcome in ("wrong", "crash", "silent", "refused", "partly", "unverified", "not built"):
         of_outcome = [verdict for verdict in verdicts if verdict["outcome"] == outcome]
@@ -74,11 +79,12 @@ def _runs(verdicts: list[dict]) -> list[str]:
             counts.setdefault(run["name"], Counter())[run["outcome"]] += 1
             counts[run["name"]]["values"] += run["checked"]
             counts[run["name"]]["confirmed"] += bool(run["confirmed"])
+            counts[run["name"]]["followed"] += bool(run["followed"])
     outcomes = ("right", "partly", "refused", "wrong", "crash", "silent", "unverified", "no attention", "skipped")
-    head = ("run", *outcomes, "values that agree", "confirmed by sequences alone")
+    head = ("run", *outcomes, "values that agree", "confirmed by sequences alone", "with a plan")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for name, count in counts.items():
-        numbers = [count[outcome] for outcome in (*outcomes, "values", "confirmed")]
+        numbers = [count[outcome] for outcome in (*outcomes, "values", "confirmed", "followed")]
         lines.append(f"| {name} | {' | '.join(f'{number:,}' for number in numbers)} |")
     return [*lines, "", "A run is skipped if the model cannot do it, or computes something else in it on its own."]
 

@@ -13,7 +13,7 @@ from research.census import batches, gates, steps, training
 from research.census.batches import Batch
 from research.census.compare import TOLERANCE, Findings, compare, is_named
 from research.census.expected import Sites, agree, merged, sites_of
-from research.census.watched import Watched, watch
+from research.census.watched import TIMES, Watched, repeated, watch
 from research.dispatcher_truth.recorder import Record, dispatcher_truth
 
 SINGLE_TOLERANCE = 2e-4
@@ -34,6 +34,7 @@ class Run:
         unverified: what was reported, but the truth does not know.
         checked: number of values that agree.
         confirmed: every sequence alone gave the same statistics; None if that was not tried.
+        followed: number of calls of the model that followed a plan to their end.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Run:
     unverified: list[str] = field(default_factory=list)
     checked: int = 0
     confirmed: bool | None = None
+    followed: int = 0
 
 
 @dataclass
@@ -95,6 +97,9 @@ def all_runs(subject: Subject) -> Iterator[Run]:
         yield _guarded(batch.name, lambda batch=batch: _batched(subject, subject.model, batch))  # type: ignore[misc]
         if eager is not None:
             yield _guarded(f"{batch.name}, eager", lambda batch=batch: _batched(subject, eager, batch))  # type: ignore[misc]
+    alone = batches.alone(padded[0]) if padded else None
+    for one in list(alone or ())[1:]:
+        yield _guarded("shorter sequence alone", lambda one=one: _batched(subject, subject.model, one))  # type: ignore[misc]
     yield from _stepwise(subject, steps.cached, subject.model)
     if subject.generator is not None:
         yield from _stepwise(subject, steps.generated, subject.generator)
@@ -162,15 +167,10 @@ def _batched(subject: Subject, model: nn.Module, batch: Batch) -> Run:
         except Exception:
             runs = []  # some models need two sequences
         confirmed = agree(sites, merged(runs)) if runs else None
-    result = watch(model, lambda: call(model, batch), subject.special)
-    verdict = _compared(result, sites, record, tolerance)
+    results = repeated(model, lambda: call(model, batch), subject.special)
+    verdict = _compared(results, sites, record, tolerance)
     verdict.confirmed = confirmed
-    # The first run may have been traced; the second one then follows its plan.
-    differences = result.differences(watch(model, lambda: call(model, batch), subject.special), tolerance)
-    if differences:
-        verdict.outcome = "wrong"
-        verdict.problems.extend(differences)
-    watched = training.floating(result.output)
+    watched = training.floating(results[0].output)
     if sites and not all(training.is_close(one, other, tolerance) for one, other in zip(watched, output, strict=True)):
         verdict.outcome = "wrong"
         verdict.problems.append("the output of the model changes under watch")
@@ -218,15 +218,23 @@ def _in_dtype(subject: Subject, dtype: torch.dtype) -> Run:
         for name in means.keys() & rounded.keys():
             off = (means[name] - rounded[name]).abs() / means[name].abs().clamp(min=1.0)
             budget = max(budget, 2 * float(off.nan_to_num().max()))
-    return _compared(watch(model, lambda: call(model, batch), subject.special), truth, record, budget)
+    return _compared(repeated(model, lambda: call(model, batch), subject.special), truth, record, budget)
 
 
-def _compared(result: Watched, sites: Sites, record: Record, tolerance: float) -> Run:
-    """Return the verdict on a watched run."""
-    if result.refused:
-        return _of_refusal(result.refused, sites)
-    maybe = {softmax.path for softmax, _ in record.unresolved} | {path for path, _ in record.fused}
-    return _of_findings(compare(result.rows, sites, result.warned, maybe, tolerance))
+def _compared(results: list[Watched], sites: Sites, record: Record, tolerance: float) -> Run:
+    """Return the verdict on a run that was watched several times, with the same results each time."""
+    first, *others = results
+    if first.refused:
+        verdict = _of_refusal(first.refused, sites)
+    else:
+        maybe = {softmax.path for softmax, _ in record.unresolved} | {path for path, _ in record.fused}
+        verdict = _of_findings(compare(first.rows, sites, first.warned, maybe, tolerance))
+    differences = [text for other in others for text in first.differences(other, tolerance)]
+    if differences:
+        verdict.outcome = "wrong"
+        verdict.problems.extend(differences)
+    verdict.followed = sum(result.followed for result in results)
+    return verdict
 
 
 def _of_findings(findings: Findings) -> Run:
@@ -274,21 +282,21 @@ def _steps(subject: Subject, one: steps.Steps, model: nn.Module) -> Run:
     if not training.is_close(plain, whole, subject.tolerance / 10):
         return Run("", "skipped", ["the model itself computes something else in steps"])
     sites = sites_of(record, one.whole, subject.special)
-    return _compared(watch(model, one.run, subject.special), sites, record, subject.tolerance)
+    return _compared([watch(model, one.run, subject.special)], sites, record, subject.tolerance)
 
 
 def _training(subject: Subject) -> Run:
-    """Compare a training step under `watch` with one without, and its statistics with the truth before dropout."""
+    """Compare training steps under `watch` with steps without, and their statistics with the truth before dropout."""
     model, batch, tolerance = training.with_dropout(subject.model), subject.batch, subject.tolerance
     try:
-        plain = training.step(model, batch.inputs)
-        again = training.step(model, batch.inputs)
+        plain = _trained(model, batch.inputs)
+        again = training.step(copy.deepcopy(model), batch.inputs)
     except Exception as error:
         return Run("", "skipped", [f"the model does not train: {type(error).__name__}: {str(error)[:150]}"])
-    if plain.difference(again, 0.0):
+    if plain[0].difference(again, 0.0):
         return Run("", "skipped", ["two steps of the model differ"])
-    watched = training.watched_step(model, batch.inputs, subject.special)
-    difference = watched.difference(plain, tolerance)
+    results = _watched_training(model, batch.inputs, subject.special)
+    difference = _difference_of_steps(results, plain, tolerance)
     if difference and _differs_in_single(model, batch, subject.special):
         return Run("", "wrong", [f"the training step changes under watch: {difference}"])
     if difference:  # torch's fused attention is wrong with float64 and a float32 mask of more than some ten keys
@@ -297,20 +305,39 @@ def _training(subject: Subject) -> Run:
     with dispatcher_truth(trained) as record:
         torch.manual_seed(training.SEED)
         outputs = training.floating(trained(**batch.inputs))
-    if not all(training.is_close(one, other, tolerance) for one, other in zip(outputs, plain.outputs, strict=True)):
+    if not all(training.is_close(one, other, tolerance) for one, other in zip(outputs, plain[0].outputs, strict=True)):
         return Run("", "right", unverified=["statistics: dropout of the truth is another"])
+    if plain[0].difference(plain[-1], tolerance):
+        results = results[:1]  # the steps change a state of the model
     sites = sites_of(record, batch, subject.special)
     for site in sites.values():
         site.uncertain.discard("changed")  # by dropout
-    maybe = {softmax.path for softmax, _ in record.unresolved}
-    return _of_findings(compare(watched.rows, sites, watched.text, maybe, tolerance))
+    return _compared(results, sites, record, tolerance)
+
+
+def _trained(model: nn.Module, inputs: dict[str, Any]) -> list[training.TrainingStep]:
+    """Run training steps of a copy of a model, as many as are watched."""
+    model = copy.deepcopy(model)
+    return [training.step(model, inputs) for _ in range(TIMES)]
+
+
+def _watched_training(model: nn.Module, inputs: dict[str, Any], special: set[int]) -> list[Watched]:
+    """Run training steps of a copy of a model under `hw.watch`."""
+    model = copy.deepcopy(model)
+    return repeated(model, torch.enable_grad()(lambda: training.step(model, inputs)), special)
+
+
+def _difference_of_steps(results: list[Watched], steps: list[training.TrainingStep], tolerance: float) -> str:
+    """Return the first difference of watched training steps from others, or ""."""
+    differences = (result.output.difference(one, tolerance) for result, one in zip(results, steps, strict=False))
+    return next(filter(None, differences), "")
 
 
 def _differs_in_single(model: nn.Module, batch: Batch, special: set[int]) -> bool:
-    """Return whether a training step changes under `watch` in float32, too."""
+    """Return whether training steps change under `watch` in float32, too."""
     model, inputs = copy.deepcopy(model).float(), batches.in_dtype(batch.inputs, torch.float32)
-    plain = training.step(model, inputs)
-    return bool(training.watched_step(model, inputs, special).difference(plain, SINGLE_TOLERANCE))
+    results = _watched_training(model, inputs, special)
+    return bool(_difference_of_steps(results, _trained(model, inputs), SINGLE_TOLERANCE))
 
 
 def _gates(subject: Subject) -> Run:

@@ -1,14 +1,12 @@
-"""A training step with dropout: the same with and without `hw.watch`, gradients and random numbers included."""
+"""A training step with dropout, with everything that must be the same under `hw.watch`."""
 
 import copy
-import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import headwise as hw
 from research.dispatcher_truth.element_tags import tensors_in
 
 SEED, DROPOUT = 5, 0.3
@@ -16,16 +14,11 @@ SEED, DROPOUT = 5, 0.3
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """Result of a training step: outputs, gradients by parameter, the state of the random number generator, and the
-    rows and texts of warnings and refusals if it was watched.
-    """
+    """Result of a training step: outputs, gradients by parameter, and the state of the random number generator."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor]
     random_state: Tensor
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    text: str = ""
 
     def difference(self, other: "TrainingStep", tolerance: float) -> str:
         """Return what differs from another step, or ""."""
@@ -67,27 +60,8 @@ def with_dropout(model: nn.Module) -> nn.Module:
 
 
 def step(model: nn.Module, inputs: dict[str, Any]) -> TrainingStep:
-    """Run one training step of a copy of a model."""
-    return _step(copy.deepcopy(model), inputs)
-
-
-def watched_step(model: nn.Module, inputs: dict[str, Any], special: set[int]) -> TrainingStep:
-    """Run one training step of a copy of a model under `hw.watch`."""
-    model, rows, refusal, result = copy.deepcopy(model), [], "", None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            with hw.watch(model, special=special) as heads:
-                result = _step(model, inputs)
-            rows = heads.rows()
-        except hw.InputError as error:
-            refusal = str(error)
-    assert result is not None, refusal
-    text = "\n".join([refusal, *(str(warning.message) for warning in caught)])
-    return replace(result, rows=rows, text=text)
-
-
-def _step(model: nn.Module, inputs: dict[str, Any]) -> TrainingStep:
+    """Run one training step of a model, without an optimizer."""
+    model.zero_grad()
     torch.manual_seed(SEED)
     outputs = floating(model(**inputs))
     total = torch.stack([(output * _ramp(output)).sum() for output in outputs if output.requires_grad]).sum()

@@ -256,6 +256,8 @@ class Recorder(TorchDispatchMode):
         for call in calls:
             if call.projection is None:
                 call.projection = projection
+            elif call.has_other_lines(rows):
+                call.is_divided = True
 
     def _on_convolution(self, args: Sequence[Any], result: Tensor) -> None:
         """Handle a convolution `(batch, channels, ...)`: channels are the columns; one channel per group is a map."""

@@ -65,6 +65,7 @@ class SoftmaxCall:
         scores: origin of the scores.
         is_hidden: True for the lines in which a mask hides every key, `(lines,)`; softmax may be uniform there.
         has_underflow: True if the weight of a key that no mask hides is rounded to 0.
+        is_divided: True if several output projections have different lines, such as those of experts.
     """
 
     path: str
@@ -79,6 +80,7 @@ class SoftmaxCall:
     single: Projection | None = None
     scores: Scores = field(default_factory=Scores)
     has_underflow: bool = False
+    is_divided: bool = False
 
     def __post_init__(self) -> None:
         self.keys = self.result.shape[-1]
@@ -156,6 +158,12 @@ class SoftmaxCall:
         else:
             self.note("products of different value dimensions")
 
+    def has_other_lines(self, tags: Tensor) -> bool:
+        """Return True if tags of lines of this call are among these, but not in its output projection."""
+        assert self.projection is not None
+        is_line = (tags >= self.line_start) & (tags < self.end)
+        return not bool(torch.isin(tags[is_line], self.projection.rows).all())
+
     # -- the layout ---------------------------------------------------------------------------------------------------
 
     def heads_and_rows(self) -> tuple[Tensor, Tensor, int]:
@@ -185,6 +193,8 @@ class SoftmaxCall:
         """
         if not self.forms:
             raise Unresolved("its result is not multiplied by values over the softmax axis")
+        if self.is_divided:
+            raise Unresolved("its output is divided among several output projections")
         head, row, heads = self.heads_and_rows()
         group, present = self.group_of_line, (head >= 0)
         if not bool(present.any()):

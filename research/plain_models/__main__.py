@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.measure import machine
 from research.plain_models.judge import OUTCOMES
 from research.plain_models.registry import MODELS
 from research.plain_models.worker import judge_model, load_zoo
@@ -62,9 +63,11 @@ def outcome_of(verdict: dict[str, Any]) -> str:
 
 
 def write(verdicts: dict[str, dict[str, Any]], path: Path) -> None:
-    """Write the verdicts of all models and the versions of headwise and torch to a JSON file, by name."""
+    """Write the verdicts of all models, the versions of headwise and torch, and the processor to a JSON file."""
     versions = {name: version(name) for name in ("headwise", "torch")}
-    results = {"versions": versions, "verdicts": [verdicts[name] for name in sorted(verdicts, key=str.lower)]}
+    by_name = [verdicts[name] for name in sorted(verdicts, key=str.lower)]
+    processor = "{cpu} with {capability}".format(**machine())
+    results = {"versions": versions, "processor": processor, "verdicts": by_name}
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from research.census.watched import repeated
 from research.plain_models.dispatcher import record
 from research.plain_models.registry import Built, Case
 from research.plain_models.sites import Matched, Site, match_rows, sites_of
@@ -46,6 +47,7 @@ class Verdict:
         gates: number of gated heads that were right.
         problems: what is wrong or missing.
         reasons: warnings and errors that name modules.
+        followed: number of calls of the model that followed a plan to their end.
     """
 
     outcome: str = "right"
@@ -54,6 +56,7 @@ class Verdict:
     gates: int = 0
     problems: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    followed: int = 0
 
     def add(self, outcome: str, problem: str) -> None:
         """Record a problem; the outcome becomes the worse one."""
@@ -74,7 +77,7 @@ def judge(built: Built, case: Case, *, budget: float, gates: int = 3) -> Verdict
     same = model if built.same is None else built.same
     plain, of_batch = attention_of(same, case.call)
     runs = [attention_of(same, call)[1] for call in case.alone] or [of_batch]
-    rows, output = _watched(model, case.call, verdict)
+    rows, output = _watched(model, case.call, budget, verdict)
     if rows is None:
         expected = [attention for attention in of_batch if attention.is_scored]
         if verdict.outcome == "refused" and not expected and not of_batch:
@@ -103,31 +106,29 @@ def judge(built: Built, case: Case, *, budget: float, gates: int = 3) -> Verdict
     return verdict
 
 
-def _watched(model: nn.Module, call: Call, verdict: Verdict) -> tuple[list[dict[str, Any]] | None, Any]:
-    """Run a call under `hw.watch`. Return the rows and the output; None as rows if it was refused or failed."""
-    torch.manual_seed(0)
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always")
-        try:
-            with hw.watch(model) as heads:
-                output = call(model)
-            rows = heads.rows()
-        except hw.InputError as error:
-            verdict.reasons.append(str(error))
-            verdict.outcome = "refused"
-            return None, None
-        except Exception as error:
-            verdict.add("wrong", f"{type(error).__name__}: {str(error)[:200]}")
-            return None, None
-    verdict.reasons += [
-        str(warning.message) for warning in caught if warning.category is UserWarning and _is_ours(warning)
-    ]
-    return rows, output
+def _watched(model: nn.Module, call: Call, budget: float, verdict: Verdict) -> tuple[list[dict[str, Any]] | None, Any]:
+    """Run a call several times under `hw.watch`; all must have the same result, and the last one follows a plan if
+    there can be one. Return the rows and the output; None as rows if it was refused or failed.
+    """
 
+    def run() -> Any:
+        torch.manual_seed(0)
+        return call(model)
 
-def _is_ours(warning: Any) -> bool:
-    """Return True for a warning whose text ends with module paths, as those of headwise do."""
-    return ": " in str(warning.message)
+    try:
+        first, *others = repeated(model, run)
+    except Exception as error:
+        verdict.add("wrong", f"{type(error).__name__}: {str(error)[:200]}")
+        return None, None
+    if first.refused:
+        verdict.reasons.append(first.refused)
+        verdict.outcome = "refused"
+        return None, None
+    verdict.reasons += [text for text in first.warned.splitlines() if ": " in text]  # texts of headwise end with paths
+    for difference in (text for other in others for text in first.differences(other, budget)):
+        verdict.add("wrong", difference)
+    verdict.followed = sum(each.followed for each in (first, *others))
+    return first.rows, first.output
 
 
 def _is_named(path: str, reasons: Iterable[str]) -> bool:

@@ -91,7 +91,8 @@ def build(entry: PlainModel) -> Built:
     built.model.eval()
     with torch.no_grad():
         for parameter in built.model.parameters():
-            if parameter.is_floating_point() and parameter.numel() and float(parameter.abs().max()) < 1e-2:
+            is_number = parameter.is_floating_point() and parameter.numel() > 0
+            if is_number and not 1e-2 <= float(parameter.abs().max()) < 1e3:  # NaN, too
                 parameter.normal_(std=0.5)
     return built
 

@@ -35,7 +35,9 @@ result of a softmax by marked numbers, and follows these to the product with the
 projection. It does not use the names or attributes of modules. It defines a head as a set of columns of the output
 projection. Padded batches and caches are compared with each sequence alone, without padding and without a cache. Up to
 three heads of each model are gated to 0, and the output is compared with that of the model in which the columns of
-these heads are set to zero in the input of the output projection.
+these heads are set to zero in the input of the output projection. Each call is watched three times in the same process,
+and must have the same results each time. Two calls make a plan of the model's attention, if `watch` can make one, and
+the third call follows it.
 
 A model has the worst outcome of its calls. "Left out" lists statistics that a warning names as left out."""
 
@@ -47,10 +49,13 @@ def document() -> str:
     counts = Counter(map(outcome_of, verdicts))
     libraries = {verdict["library"] for verdict in verdicts if outcome_of(verdict) != "failed"} - {"hand-written"}
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    following = sum(any(case["followed"] for case in verdict["cases"]) for verdict in verdicts)
     summary = [(name, counts[name], meaning) for name, meaning in MEANINGS.items()]
     lines = [
-        *(INTRODUCTION, "", f"{versions}; {len(verdicts)} models of {len(libraries)} libraries.", ""),
+        *(INTRODUCTION, ""),
+        *(f"{versions}, {results['processor']}; {len(verdicts)} models of {len(libraries)} libraries.", ""),
         *markdown_table(("outcome", "models", "meaning"), summary),
+        *(f"{following} models follow a plan.", ""),
         *("## Models", ""),
         *markdown_table(("library: model", "field", "calls", "outcome", "gates", "left out"), [*map(_row, verdicts)]),
         *("## Reasons", ""),

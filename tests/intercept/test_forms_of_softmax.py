@@ -233,6 +233,36 @@ def test_outputs_that_are_joined_with_queries_are_observed(heads, is_first):
     torch.testing.assert_close(gated, model(x))
 
 
+class SharedKeys(nn.Module):
+    """Attention of three heads with common keys and values; it returns the outputs of the heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH // HEADS)
+
+    def forward(self, x):
+        k, v = self.kv(x).chunk(2, -1)
+        weights = torch.einsum("bhid,bjd->bhij", split(self.q(x)), k).softmax(-1)
+        return torch.einsum("bhij,bjd->bhid", weights, v)
+
+
+class JoinedHeads(nn.Module):
+    """Two attention modules whose outputs are concatenated for each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts, self.out_proj = nn.ModuleList([SharedKeys(), SharedKeys()]), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out_proj(merge(torch.cat([part(x) for part in self.parts], -1)))
+
+
+def test_heads_that_are_merged_after_their_outputs_were_joined_are_left_out():
+    model = JoinedHeads()
+    with pytest.raises(hw.InputError, match="not established which axis is the heads"), hw.watch(model):
+        model(torch.randn(2, LENGTH, WIDTH))
+
+
 def test_a_written_softmax_without_a_product_is_no_attention():
     def shown(q, k, v, hidden):
         weights = scores_of(q, k, hidden).exp()

@@ -187,6 +187,14 @@ def test_padding_of_moved_tokens_is_not_that_of_the_argument():
     assert not any("entropy" in row for row in heads.rows())
 
 
+def test_entries_of_a_dict_without_names_are_no_arguments():
+    """A cache has an entry for each module, as that of Whisper."""
+    model = Model(lambda model, ids, cache: model.words(ids) + cache[model.words])
+    with hw.watch(model, special=[1, 5]) as heads:
+        model(input_ids=IDS, cache={model.words: torch.zeros(WIDTH)})
+    require_tokens(heads, model, IDS)
+
+
 class Translation(nn.Module):
     """An encoder of ids from right to left, and a decoder of the same ids, shifted, with cross-attention."""
 
@@ -216,3 +224,55 @@ def test_each_stream_of_an_encoder_and_decoder_has_its_own_ids():
         expected = (model.kept[layer] * is_special[:, None, None]).sum(-1).mean((0, 2))
         assert found == pytest.approx(expected.tolist(), rel=1e-4)
     assert [row["kind"] for row in rows if not row["module"]] == ["cross"] * HEADS
+
+
+class TwoStreams(nn.Module):
+    """Attention of words and of boxes, whose scores are the sum of both products.
+
+    Args:
+        change: function of the scores of the words, before they are added to those of the boxes.
+        ids: function of the ids that are looked up.
+    """
+
+    def __init__(self, change=lambda scores: scores, ids=same):
+        super().__init__()
+        self.words, self.box, self.change, self.ids = nn.Embedding(40, WIDTH), nn.Linear(4, WIDTH), change, ids
+        self.of_words, self.of_boxes = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input_ids, boxes):
+        q, k = (split(part) for part in self.of_words(self.words(self.ids(input_ids))).chunk(2, -1))
+        of_words = self.change(q @ k.mT)
+        q, k, v = (split(part) for part in self.of_boxes(self.box(boxes)).chunk(3, -1))
+        scores = q @ k.mT + of_words
+        with torch._C.DisableTorchFunction():  # they are attention weights, too
+            self.kept = [scores.double().softmax(-1)]
+        return self.out(merge(scores.softmax(-1) @ v))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("change", [same, CHANGES["right to left"]])
+def test_queries_without_ids_have_those_of_the_scores_that_are_added(change):
+    torch.manual_seed(9)
+    model = TwoStreams(ids=change)
+    with hw.watch(model, special=[1, 5]) as heads:
+        model(IDS, boxes=torch.randn(*IDS.shape, 4))
+    require_tokens(heads, model, change(IDS))
+
+
+OTHER_SUMS = {
+    "rows from right to left": lambda scores: scores.flip(2),
+    "rows in another order": lambda scores: scores[:, :, ORDER],
+    "both axes from right to left": lambda scores: scores.flip(2, 3),
+    "another order of sequences": lambda scores: scores.flip(0),
+    "mean of all rows": lambda scores: scores.mean(2, keepdim=True),
+    "no other scores": lambda scores: 0.0,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SUMS)
+def test_scores_in_another_order_have_no_ids_for_other_queries(name):
+    model = TwoStreams(OTHER_SUMS[name])
+    with pytest.warns(UserWarning, match=UNKNOWN), hw.watch(model, special=[1, 5]) as heads:
+        model(IDS, boxes=torch.randn(*IDS.shape, 4))
+    assert not any({*OF_TOKENS, "confidence_content"} & row.keys() for row in heads.rows())

@@ -200,6 +200,29 @@ def test_a_projection_that_is_not_a_linear_map_is_left_out(kind):
     require_left_out(nn.Sequential(Attention(NOT_LINEAR[kind]())).eval(), torch.randn(2, 7, WIDTH))
 
 
+class BatchNormed(nn.Sequential):
+    """A linear layer with a batch norm of its features."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+    def forward(self, x):
+        return self[1](self[0](x).mT).mT
+
+
+@torch.no_grad()
+def test_a_projection_that_normalises_by_the_batch_is_left_out_in_training():
+    model, x = nn.Sequential(Attention(BatchNormed())), torch.randn(2, 7, WIDTH)
+    require_left_out(model, x)
+    model.eval()
+    with hw.watch(model) as heads:
+        model(x)
+    assert all("written_norm" in row for row in heads.rows())
+    with pytest.warns(UserWarning, match="was not seen to map"), hw.watch(model) as heads:
+        [model.train(training)(x) for training in (False, True)]
+    assert all("written_norm" not in row for row in heads.rows())
+
+
 BEFORE = {
     "norm of all": lambda x: nn.functional.layer_norm(x, x.shape[-1:], torch.rand(WIDTH)),
     "factor by feature": lambda x: x * torch.rand(x.shape[1:]).sigmoid(),

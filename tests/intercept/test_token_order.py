@@ -166,3 +166,55 @@ def test_positions_are_reported_where_queries_and_keys_have_one_order(name, atte
     with hw.watch(model) as heads:
         model(torch.randn(2, 7, 15))
     assert all(row.keys() >= OF_POSITIONS for row in heads.rows())
+
+
+class Joint(nn.Module):
+    """Attention over two streams of tokens, each of which has projections of its own.
+
+    Args:
+        attend: function that computes the outputs of the heads.
+        change: function that rearranges the joined queries, keys and values.
+    """
+
+    def __init__(self, attend, change=lambda q, k, v: (q, k, v)):
+        super().__init__()
+        self.first, self.second = (nn.ModuleList(nn.Linear(15, 15) for _ in range(3)) for _ in range(2))
+        self.out, self.attend, self.change = nn.Linear(15, 15), attend, change
+
+    def forward(self, x, other):
+        pairs = zip(self.first, self.second, strict=True)
+        joined = (torch.cat([split(first(x)), split(second(other))], 2) for first, second in pairs)
+        q, k, v = self.change(*joined)
+        self.weights = (q @ k.mT / 5**0.5).exp()  # a softmax would be one more, without a product
+        self.weights = self.weights / self.weights.sum(-1, keepdim=True)
+        return self.out(merge(self.attend(q, k, v)))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("lengths", [(7, 4), (4, 4), (1, 1), (1, 6)])
+@pytest.mark.parametrize("attend", ATTENTIONS[:3])
+def test_joined_streams_keep_their_order(attend, lengths):
+    torch.manual_seed(0)
+    model = Joint(attend)
+    with hw.watch(model, sites=[hw.Site("", kind="self")]) as heads:
+        model(*(torch.randn(2, length, 15) for length in lengths))
+    expected = model.weights.diagonal(-1, -2, -1).mean((0, 2)).tolist()
+    assert [row["previous"] for row in heads.rows()] == pytest.approx(expected, abs=1e-5)
+
+
+OTHER_ORDERS = {
+    "keys": lambda q, k, v: (q, k.roll(4, 2), v.roll(4, 2)),
+    "values": lambda q, k, v: (q, k, v.flip(2)),
+    "all": lambda q, k, v: (q.flip(2), k.flip(2), v.flip(2)),
+    "second first": lambda q, k, v: tuple(torch.cat([x[:, :, 4:], x[:, :, :4]], 2) for x in (q, k, v)),
+}
+
+
+@pytest.mark.parametrize("order", OTHER_ORDERS)
+@pytest.mark.parametrize("attend", ATTENTIONS[:3])
+def test_joined_streams_in_another_order_have_no_positions(attend, order):
+    model = Joint(attend, OTHER_ORDERS[order])
+    warning = pytest.warns(UserWarning, match="positions of queries among the keys could not")
+    with warning, hw.watch(model, sites=[hw.Site("", kind="self")]) as heads:
+        model(torch.randn(2, 4, 15), torch.randn(2, 4, 15))
+    assert not OF_POSITIONS & heads.rows()[0].keys()

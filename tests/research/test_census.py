@@ -104,8 +104,7 @@ def test_padding_of_sounds_is_read_from_the_truth(monkeypatch):
 def test_layers_of_one_module_are_divided():
     subject = subject_of("lilt")
     run = runs._batched(subject, subject.model, subject.batch)
-    # The queries of the first layer of positions depend on no token ids, so 4 statistics of its heads are left out.
-    assert (run.problems, run.unverified, run.checked) == ([], [], 2 * 2 * 6 * 14 - 6 * 4)
+    assert (run.problems, run.unverified, run.checked) == ([], [], 2 * 2 * 6 * 14)
     assert runs._gates(subject).outcome == "right"
 
 
@@ -161,8 +160,10 @@ def test_defects_are_found(monkeypatch, llama, break_it, outcome, problem):
 
 
 def test_ignored_padding_is_found(monkeypatch, llama):
-    watch = runs.watch
-    monkeypatch.setattr(runs, "watch", lambda model, run, special: watch(model, lambda: runs.call(model, llama.batch)))
+    repeated = runs.repeated
+    monkeypatch.setattr(
+        runs, "repeated", lambda model, run, special: repeated(model, lambda: runs.call(model, llama.batch))
+    )
     run = runs._batched(llama, llama.model, batch_named(llama, "input right"))
     assert run.outcome == "wrong"
 
@@ -212,9 +213,8 @@ def test_the_worst_run_decides():
 def test_report_lists_every_type_and_run():
     runs_of_bert = [Run("unpadded", "right", checked=7), Run("input left", "wrong", ["a <b>"], confirmed=True)]
     bert = Verdict("bert", "wrong", "input left: a <b>", "BertModel", "float64", 2, runs_of_bert, 1.0)
-    text = report.document(
-        json.loads(json.dumps({"versions": {"torch": "2"}, "seconds": 1, "verdicts": [asdict(bert)]}))
-    )
+    results = {"versions": {"torch": "2"}, "processor": "CPU", "seconds": 1, "verdicts": [asdict(bert)]}
+    text = report.document(json.loads(json.dumps(results)))
     assert "| bert | BertModel | wrong | 2 | 7 | 1 of 2 |" in text
     assert "- `bert`: input left: a &lt;b>" in text
 

@@ -127,6 +127,19 @@ def test_windows_are_sequences():
     torch.testing.assert_close(record.calls[0].weights, weights.transpose(1, 2).flatten(0, 1))
 
 
+def test_heads_of_several_output_projections_are_not_resolved():
+    class Experts(Attention):
+        def forward(self, x):
+            out = plain(*self.heads_of(x)).transpose(1, 2).flatten(2)
+            return self.out_proj(out[:, ::2]).sum() + self.out_proj(out[:, 1::2]).sum()
+
+    model, x = double_copy(Experts(plain)), torch.randn(BATCH, LENGTH, WIDTH).double()
+    with dispatcher_truth(model) as record:
+        model(x)
+    assert not record.calls
+    assert [reason for _, reason in record.unresolved] == ["its output is divided among several output projections"]
+
+
 def test_packed_query_heads_of_one_key_head():
     class MultiQuery(Attention):
         def forward(self, x):

@@ -184,7 +184,7 @@ def handlers_of_call(call: AttentionCall) -> CallHandlers:
         if origins is not None:
             with session.paused():
                 sizes = (grid.batch, grid.queries) if packed is None or argument is None else argument.shape[:2]
-                tokens = session.lineage.tokens_of_call(argument, origins.q, (sizes[0], sizes[1]), module_calls)
+                tokens = session.lineage.tokens_of_call(argument, origins, (sizes[0], sizes[1]), module_calls)
         if planned is None:
             site = session.site_of_call(module_call, grid, origins)
             has_argument = tokens.ids is argument and not tokens.are_unknown and not tokens.are_moved

@@ -32,7 +32,7 @@ from headwise.intercept.trace.functions import (
     adds_to_product,
     contraction_of,
 )
-from headwise.intercept.trace.lineage import OTHER_AXIS, CallOrigins, Origin
+from headwise.intercept.trace.lineage import OTHER_AXIS, CallOrigins, Origin, queries_of_self_attention
 from headwise.intercept.trace.outputs import hold, report_established
 from headwise.intercept.trace.refusals import (
     ADDED_TENSOR,
@@ -361,15 +361,18 @@ class _Product(AttentionSource):
         are_moved = any(each.places is not None or not each.is_known for each in (keys, *queries))
         if not queries and prod(self.tensor.shape[axis] for axis in query_axes) > 1:  # computed one after the other
             are_moved = True
+        places = None if are_moved else self.places.get(compared.key)
+        added = () if places is None else queries_of_self_attention(places.added, current_session().lineage)
+        origins = self.origins._replace(added=added)
         if compared.tokens is None or len(queries) > 1:
-            return self.origins._replace(are_moved=are_moved)
+            return origins._replace(are_moved=are_moved)
         of_queries = (queries[0] if queries else Order()).of(compared.tokens.queries)
         of_keys = keys.of(compared.tokens.keys)
         if of_queries is None or of_keys is None:
-            return self.origins._replace(are_moved=True)
+            return origins._replace(are_moved=True)
         if of_keys.numbers.shape[-1] != prod(self.tensor.shape[axis] for axis in self.key_axes):
-            return self.origins
-        return self.origins._replace(tokens=ComparedTokens(of_queries, of_keys, self.tokens_of_values))
+            return origins
+        return origins._replace(tokens=ComparedTokens(of_queries, of_keys, self.tokens_of_values))
 
     def _compared_in(self, axis: int) -> set[int]:
         """Return the axes of the product of queries and keys that are in an axis of the weights."""

@@ -122,6 +122,9 @@ class WrittenNorms:
         projection_path = self._projection_paths[path]
         if projection_path is None:
             return None
+        if _normalises_by_batch(self._modules[projection_path]):
+            self._settle(path, is_confirmed=False)
+            return None
         versions = _versions(self._modules[projection_path])
         if path not in self._grams or versions is None or self._grams[path][0] != versions:
             found = self._map(path, projection_path, width)
@@ -266,6 +269,11 @@ class WrittenNorms:
         if not is_confirmed:
             self._left_out.add(path)
             self._leave_out(path)
+
+
+def _normalises_by_batch(module: nn.Module) -> bool:
+    """Return True if a module contains a batch norm in training mode. It then computes another map in each call."""
+    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training for each in module.modules())
 
 
 def _is_named_projection(path: str) -> bool:

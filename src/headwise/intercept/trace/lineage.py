@@ -63,6 +63,8 @@ class CallOrigins(NamedTuple):
         tokens: tokens of the queries, keys and values; None if they are unknown.
         are_moved: True if the model has moved queries or keys of the scores to other places, and their tokens there
             are unknown.
+        added: origins of the queries of further self-attention, whose scores are added to those of the call. A query of
+            the call belongs to the same token as each query that is added to it.
     """
 
     q: Origin
@@ -70,6 +72,7 @@ class CallOrigins(NamedTuple):
     v: Origin
     tokens: ComparedTokens | None = None
     are_moved: bool = False
+    added: tuple[Origin, ...] = ()
 
 
 NO_ORIGIN = Origin()
@@ -190,13 +193,17 @@ class Lineage:
         self.ids.record(call, integers, result, module_calls, is_table, mark)
 
     def tokens_of_call(
-        self, argument: Tensor | None, query: Origin, sizes: tuple[int, int], module_calls: Sequence[RunningModule]
+        self, argument: Tensor | None, origins: CallOrigins, sizes: tuple[int, int], modules: Sequence[RunningModule]
     ) -> CallTokens:
-        """Return the token ids of an attention call with queries of the origin `query`, for these numbers of sequences
-        and queries. `argument` is the ids that the model around the attention was called with, if there were any.
+        """Return the token ids of an attention call, for these numbers of sequences and queries. If its queries depend
+        on no ids, as those of positions, they are the ids of further queries whose scores are added to those of the
+        call. `argument` is the ids that the model around the attention was called with, if there were any.
         """
-        given = 0 if argument is None else self.origin(argument, module_calls).sources & ~self.state
-        content = self.content(query) & ~self.state if query.sources else None
+        given = 0 if argument is None else self.origin(argument, modules).sources & ~self.state
+        content = self.content(origins.q) & ~self.state if origins.q.sources else None
+        if content is not None and not self.ids.are_read_by(content):
+            for query in origins.added:
+                content |= self.content(query) & ~self.state
         return self.ids.of_call(argument, content, sizes, given, self.reorderings)
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[RunningModule]) -> None:
@@ -530,6 +537,11 @@ def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Orig
     if len(scores.factors) < 2:
         return scores.factors[0] if scores.factors else (scores, None)
     return max(scores.factors, key=rank)
+
+
+def queries_of_self_attention(products: Iterable[tuple[Origin, Origin]], lineage: Lineage) -> tuple[Origin, ...]:
+    """Return the origins (sources) of the queries of those `products` of queries and keys that are self-attention."""
+    return tuple(query for query, key in products if _is_cross(query, key, key, lineage) is False)
 
 
 def may_be_cached(origins: CallOrigins, lineage: Lineage) -> bool:

@@ -36,7 +36,8 @@ class RunningModule(Protocol):
 
 def named_arguments(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a module call by name. If an argument is a dict, as in `model({"input_ids": ...})`, its
-    entries are included as arguments; a direct argument of the same name takes precedence.
+    entries are included as arguments; a direct argument of the same name takes precedence. Entries with keys other than
+    names, such as the cache of a layer by its module, are no arguments.
     """
     if not any(isinstance(argument, Mapping) for argument in arguments.values()):
         return arguments
@@ -45,5 +46,6 @@ def named_arguments(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         for argument in arguments.values()
         if isinstance(argument, Mapping)
         for name, value in argument.items()
+        if isinstance(name, str)
     }
     return {**nested, **arguments}

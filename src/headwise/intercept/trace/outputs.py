@@ -285,7 +285,7 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
     """
     output, layout, pending = followed.output, _layout_of(followed, features), current_trace().attention.pending
     others = [each for each in pending if each is not output]
-    value, factors = output.axes.value, [factor for axis in features for factor in followed.axes[axis]]
+    factors = [factor for axis in features for factor in followed.axes[axis]]
     if output.may_change and not followed.is_linear:
         output.refuse(NOT_LINEAR)
     elif layout is not None:
@@ -297,7 +297,7 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
         others = [each for each in others if output.is_other_head_of(each, as_features=False)]
         for each in [output, *others] if others else ():
             each.refuse(HEADS_SEPARATE)
-    elif output.is_established and prod(each.size for each in factors if each.axis == value) > output.shape[value]:
+    elif output.is_established and _is_joined(output, factors):
         return  # the function that joined it with other features has shown the layout
     elif _may_contain_heads(followed, features):
         output.refuse(HEADS_SEPARATE if any(map(output.is_other_call_of, others)) else HEADS_UNKNOWN)
@@ -308,6 +308,17 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
 def _layout_of(followed: FollowedOutput, features: list[int]) -> HeadLayout | None:
     output = followed.output
     return merged_layout(followed.axes, features, output.shape, output.axes.value, output.axes.queries)
+
+
+def _is_joined(output: AttentionOutput, factors: list[Factor]) -> bool:
+    """Return True if the axes with these factors contain the values of an attention output and further features, which
+    were concatenated with them. Return False if the model has merged them with another axis since then, which may be
+    the heads.
+    """
+    value = output.axes.value
+    of_others = {factor.axis for factor in factors} - {value, OTHER}
+    of_values = prod(factor.size for factor in factors if factor.axis == value)
+    return of_values > output.shape[value] and of_others == output.established_axes
 
 
 def _may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:

@@ -239,15 +239,15 @@ def follow_places(call: FunctionCall, result: Any) -> None:
     if not known:
         return
 
-    def are_rearranged(tensor: Tensor) -> bool:  # and no longer those of a product, repeated over axes
-        return any(sum(map(bool, each.numbers.stride())) > 1 for each in places_of(tensor).values())
-
     def numbers_of(axis: int, tensor: Tensor) -> Tensor | None:
         places = places_of(tensor).get(axis)
         return None if places is None else places.numbers
 
-    first, function = min(known, key=are_rearranged), call.function
+    first, function = min(known, key=_are_rearranged), call.function
     places = places_of(first)
+    if len(known) > 1:
+        added = tuple(dict.fromkeys(pair for each in known if each.shape == first.shape for pair in _products_of(each)))
+        places = {axis: each._replace(added=added) for axis, each in places.items()}
     is_target = function in PLACEMENTS and len(known) == 1 and first is call.args[0]  # such as a mask by an index
     is_target |= function in _WHERE and len(known) == 1
     repeats = (function in REPEATED or function in SORTS) and not is_target
@@ -267,6 +267,28 @@ def follow_places(call: FunctionCall, result: Any) -> None:
     for tensor, of_tensor in after.values():
         is_comparison = function not in PRODUCTS or len(of_tensor) == len(places)
         trace.attention.places.set(tensor, of_tensor if is_comparison else {})
+
+
+def _are_rearranged(tensor: Tensor) -> bool:
+    """Return True if the numbers of the places of a tensor are no longer those of a product, repeated over axes."""
+    return any(len(_steps(each.numbers)) > 1 for each in places_of(tensor).values())
+
+
+def _products_of(scores: Tensor) -> tuple[tuple[Origin, Origin], ...]:
+    """Return the origins of the queries and keys of each product that is in a sum of scores, if its rows and columns
+    are at their places.
+    """
+    trace, places = current_trace(), places_of(scores).values()
+    lengths = [max(_steps(each.numbers), default=1) for each in places]
+    if _are_rearranged(scores) or lengths != [each.size for each in places]:
+        return ()
+    factors = trace.lineage.origin(scores, trace.module_calls).factors
+    return factors if len(factors) < 2 else next(iter(places)).added
+
+
+def _steps(numbers: Tensor) -> list[int]:
+    """Return the lengths of the axes along which the numbers of places differ."""
+    return [size for size, stride in zip(numbers.shape, numbers.stride(), strict=True) if stride]
 
 
 def _agree(places: dict[int, Places], others: dict[int, Places]) -> bool:

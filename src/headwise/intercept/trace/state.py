@@ -83,11 +83,14 @@ class Places(NamedTuple):
         numbers: number of the place of each element; numbers below `first` stand for unknown places.
         first: number of the first place; numbers are unique among all products.
         size: number of places of the product along the axis.
+        added: origins of the queries and keys of all products of which the tensor is the sum, except those whose
+            elements were moved to other places before; none for a single product.
     """
 
     numbers: Tensor
     first: int
     size: int
+    added: tuple[tuple[Origin, Origin], ...] = ()
 
 
 class BroadcastProduct(NamedTuple):
@@ -279,6 +282,11 @@ class AttentionOutput:
         """Record that the model overwrites `tensor`, perhaps in the memory of the output, its weights or its values."""
         read = [] if self._source is None or self._tensor is None else [self._tensor, *self._source.tensors]
         self._is_overwritten |= any(share_memory(tensor, each) for each in read)
+
+    @property
+    def established_axes(self) -> set[int]:
+        """Axes of the output that are its heads, or contain them, in the established layout."""
+        return set() if self._layout is None else {head.axis for head in self._layout.heads}
 
     @property
     def may_be_one_head(self) -> bool:

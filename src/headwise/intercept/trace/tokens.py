@@ -7,6 +7,7 @@ those that the model looks up in its tables of embeddings.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -234,16 +235,52 @@ class TokenNumbers:
         has_indices = any(not tensor.is_floating_point() and not tensor.is_complex() for tensor in call.tensors)
         has_indices |= any(isinstance(each, list) and each and isinstance(each[0], int) for each in call.args[1:])
         depend_on_data = has_indices or call.function in SORTS or any(each.depend_on_data for each in before)
+        joined = _joined_maps(before, call)
+        linear_map = before[0].linear_map if joined is None else joined.linear_map
 
         def numbers_of(tensor: Tensor) -> Tensor | None:
             numbered = self._numbered.get(tensor)
-            return None if numbered is None else numbered.numbers
+            if numbered is None or joined is None:
+                return None if numbered is None else numbered.numbers
+            return numbered.numbers + joined.firsts[numbered.linear_map] * (numbered.numbers > 0)
 
         for tensor, numbers in numbers_after(call, result, numbers_of, max(tensor.numel() for tensor in known)):
             if numbers is None:
                 self._numbered.discard(tensor)
             else:
-                self._numbered.set(tensor, NumberedTokens(numbers, before[0].linear_map, depend_on_data))
+                self._numbered.set(tensor, NumberedTokens(numbers, linear_map, depend_on_data))
+
+
+class _JoinedMaps(NamedTuple):
+    """Several linear maps whose results are concatenated: tokens of other maps are other tokens.
+
+    Attributes:
+        linear_map: stands for all of them.
+        firsts: number of the tokens of the maps before, for each of them.
+    """
+
+    linear_map: LinearMapCall
+    firsts: dict[LinearMapCall, int]
+
+
+def _joined_maps(parts: list[NumberedTokens], call: FunctionCall) -> _JoinedMaps | None:
+    """Return the linear maps of which a function call concatenates tokens. Return None for one map, and for features of
+    the same tokens.
+    """
+    maps = list(dict.fromkeys(each.linear_map for each in parts))
+    axis = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
+    if call.function not in CONCATENATIONS or len(maps) < 2 or axis in (-1, parts[0].numbers.ndim - 1):
+        return None
+    first = parts[0].numbers.narrow(axis, 0, 1)
+    if all(each.numbers.shape[axis] > 1 and _repeats(each.numbers, first) for each in parts):
+        return None
+    firsts = dict(zip(maps, accumulate((prod(each.shape) for each in maps), initial=0), strict=False))
+    return _JoinedMaps(LinearMapCall(tuple(size for each in maps for size in each.shape)), firsts)
+
+
+def _repeats(numbers: Tensor, once: Tensor) -> bool:
+    """Return True if `numbers` repeat the numbers `once` along an axis."""
+    return numbers.ndim == once.ndim and bool((numbers == once).all())
 
 
 def numbers_after(
@@ -440,6 +477,10 @@ class LookedUpIds:
         for tensor in written if isinstance(written, list | tuple) else (written,):
             if isinstance(tensor, Tensor) and tensor.dtype in INTEGERS:
                 self._derived.set(tensor, self._after(call, integers, module_calls))
+
+    def are_read_by(self, content: int) -> bool:
+        """Return True if ids that were looked up are among the sources `content` of a tensor."""
+        return any(each.source & content for each in self._lookups)
 
     @property
     def are_of_arguments(self) -> bool:
