@@ -40,6 +40,12 @@ class Findings:
     checked: int = 0
     worst: float = 0.0
 
+    def add(self, other: "Findings") -> None:
+        """Add the findings about another module."""
+        for name in ("wrong", "silent", "named", "left_out", "unverified"):
+            getattr(self, name).extend(getattr(other, name))
+        self.checked, self.worst = self.checked + other.checked, max(self.worst, other.worst)
+
 
 def is_related(path: str, other: str) -> bool:
     """Return whether one module is the other, or inside of it."""
@@ -79,8 +85,13 @@ def compare(
         if {*labels} != {*parts}:
             findings.unverified.append(f"{site.path}: {len(parts)} layers in one module")
             continue
-        for layer, label in zip(layers, labels, strict=True):
-            _compare_site(layer, reported[label], label, warned, findings, tolerance)
+        # Softmaxes over both axes of the same scores have no order that truth and headwise share.
+        orders = [layers, layers[::-1]] if key[1] == "cross" and len(layers) == 2 else [layers]
+        trials = [Findings() for _ in orders]
+        for order, trial in zip(orders, trials, strict=True):
+            for layer, label in zip(order, labels, strict=True):
+                _compare_site(layer, reported[label], label, warned, trial, tolerance)
+        findings.add(min(trials, key=lambda trial: len(trial.wrong)))
     for path, kind in reported.keys() - used:
         if any(is_related(path, other) for other in maybe):
             findings.unverified.append(f"{path} ({kind}): its softmax was not resolved by the truth")
