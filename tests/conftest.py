@@ -51,6 +51,21 @@ def pytest_collection_finish():
     gc.enable()
 
 
+imported = 0
+"""Number of modules whose objects are excluded from garbage collection."""
+
+
+def pytest_runtest_teardown():
+    """Exclude the objects of modules that the test was the first to import, such as models of transformers: each call
+    of `gc.collect` would traverse them, and accelerate has one in each training.
+    """
+    global imported
+    if len(sys.modules) > imported + 20:
+        gc.collect()
+        gc.freeze()
+        imported = len(sys.modules)
+
+
 def pytest_runtest_setup():
     """Check the first calls of each test."""
     shape_checks.calls.clear()
