@@ -51,19 +51,18 @@ def pytest_collection_finish():
     gc.enable()
 
 
-imported = 0
-"""Number of modules whose objects are excluded from garbage collection."""
+frozen_modules: set[str] = set()
+"""Names of the modules that were imported before the last `gc.freeze`."""
 
 
 def pytest_runtest_teardown():
     """Exclude the objects of modules that the test was the first to import, such as models of transformers: each call
     of `gc.collect` would traverse them, and accelerate has one in each training.
     """
-    global imported
-    if len(sys.modules) > imported + 20:
+    if len(sys.modules) > len(frozen_modules) + 20:
         gc.collect()
         gc.freeze()
-        imported = len(sys.modules)
+        frozen_modules.update(sys.modules)
 
 
 def pytest_runtest_setup():

@@ -66,6 +66,7 @@ OPTIONS = {
     "bfloat16": {"bf16": True},
 }
 
+
 @pytest.mark.parametrize(
     "name",
     [name if name in ("plain", "accumulation") else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS],
