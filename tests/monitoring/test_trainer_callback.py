@@ -171,9 +171,10 @@ def test_a_resumed_training_continues_the_history(tmp_path):
     first.add_callback(StopAt(6))
     first.train()
     assert History.load(run).steps == [0, 3]
-    second = hw.MonitorCallback(every=3, out=run)
-    trainer(tmp_path / "part", second, steps=10, **options).train(resume_from_checkpoint=True)
+    second, recorder = hw.MonitorCallback(every=3, out=run), Recorder()
+    trainer(tmp_path / "part", recorder, second, steps=10, **options).train(resume_from_checkpoint=True)
     assert second.monitor.history.steps == [0, 3, 6, 9]
+    assert list(recorder.scalars("heads/")) == [7, 10]  # the trainer counts finished steps
     assert History.load(run).rows() == whole.monitor.history.rows()
 
 

@@ -244,6 +244,14 @@ def test_common_text_is_found_however_it_is_cut(kind, mode):
     assert count_common_sequences(texts, hw.Texts([data[1]], tokenizer)) == (0 if mode == "pack" else 1)
 
 
+@pytest.mark.parametrize(("length", "count"), [(12, 0), (13, 1)])
+def test_13_consecutive_tokens_are_common_text(length, count):
+    tokenizer = tiny.tokenizer("decoder")
+    texts = hw.Texts([" ".join(tiny.WORDS[:20])], tokenizer)
+    others = hw.Texts([" ".join(tiny.WORDS[40:50] + tiny.WORDS[3 : 3 + length])], tokenizer)
+    assert count_common_sequences(texts, others) == count
+
+
 # -- the section [report] ---------------------------------------------------------------------------------------------
 
 REPORT = "\n[report]\nprompt = 6\nnew_tokens = 2\nbatches = [1]\nrounds = 6\n"
