@@ -51,6 +51,20 @@ def pytest_collection_finish():
     gc.enable()
 
 
+frozen_modules: set[str] = set()
+"""Names of the modules that were imported before the last `gc.freeze`."""
+
+
+def pytest_runtest_teardown():
+    """Exclude the objects of modules that the test was the first to import, such as models of transformers: each call
+    of `gc.collect` would traverse them, and accelerate has one in each training.
+    """
+    if len(sys.modules) > len(frozen_modules) + 20:
+        gc.collect()
+        gc.freeze()
+        frozen_modules.update(sys.modules)
+
+
 def pytest_runtest_setup():
     """Check the first calls of each test."""
     shape_checks.calls.clear()

@@ -3,6 +3,7 @@
 Nothing here imports headwise.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -95,6 +96,7 @@ def philox(counter, seed: int) -> list[Tensor]:
     return words
 
 
+@functools.lru_cache(maxsize=8)  # a test uses one for many calls, and its 64-bit products take long
 def kept_by_dropout(dropout: float, seed: int, batch: int, heads: int, queries: int, keys: int) -> Tensor:
     """Return True at the weights, `(batch, heads, queries, keys)`, that dropout of the native kernels keeps: those
     whose uniform number of 48 bits, of which the upper 16 are one of 8 in a counter, is not below the probability.

@@ -21,7 +21,7 @@ CACHES = {
 }
 
 
-@pytest.fixture(scope="module", params=[9, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[5, pytest.param(64, marks=pytest.mark.slow)])
 def models(request, smollm2):
     """Original and converted model, the tokens that the original generates, and its logits with SDPA and eager."""
     new = request.param

@@ -9,20 +9,21 @@ from pretend_device import HostRead, NoReads
 from without_a_gpu import as_on_a_gpu, on_pretended_device, passes_that_read
 
 
-def test_layers_on_a_device_read_nothing_and_equal_those_on_the_cpu():
-    assert on_pretended_device("layers") == []
+@pytest.mark.parametrize("kind", ["layers", pytest.param("all-layers", marks=pytest.mark.slow)])
+def test_layers_on_a_device_read_nothing_and_equal_those_on_the_cpu(kind):
+    assert on_pretended_device(kind) == []
 
 
 @pytest.mark.slow
 def test_a_read_fails_every_layer_on_the_device():
-    failed = on_pretended_device("layers", "with-a-read")
+    failed = on_pretended_device("all-layers", "with-a-read")
     assert len(failed) > 200
     assert all("HostRead: aten._local_scalar_dense" in line for line in failed)
 
 
 @pytest.mark.slow
 def test_layers_pass_with_fake_tensors_wherever_no_plan_of_blocks_is_made():
-    for line in on_pretended_device("layers", "fake"):
+    for line in on_pretended_device("all-layers", "fake"):
         assert "InputError: backend: expected one that can do this, got blockwise" in line
 
 

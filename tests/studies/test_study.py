@@ -215,7 +215,7 @@ def test_every_tenth_batch_is_held_out():
         assert [each[""].item() for each in kept] == [n for n in range(number) if n not in held_out]
 
 
-@pytest.mark.parametrize("stop", range(4))
+@pytest.mark.parametrize("stop", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 3))])
 def test_a_study_that_stopped_in_the_callback_resumes(stop, complete, tmp_path):
     before = Callback(stop)
     with pytest.raises(Stopped):
@@ -292,7 +292,8 @@ def test_a_folder_with_another_study_is_refused(name, smallest, smallest_copy):
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         study(**options)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("study.p*")} == before
-    assert outcome(study((ONE,), trials=1, seeds=1, out=tmp_path)) == outcome(first)
+    if name == "data":  # the refusal has changed no trial
+        assert outcome(study((ONE,), trials=1, seeds=1, out=tmp_path)) == outcome(first)
     loss = Loss()
     again = study(**{"loss": loss} | options, force=True)
     assert outcome(again) == outcome(study_in_memory(**options | {"out": None}))

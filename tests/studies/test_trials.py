@@ -466,7 +466,7 @@ def short_grace(monkeypatch):
 
 
 @pytest.mark.usefixtures("short_grace")
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_that_start_together_run_each_trial_once(number, tmp_path):
     workers = start_workers(tmp_path, number)
     for worker in workers:

@@ -240,8 +240,15 @@ def test_a_training_step_of_131_072_tokens_under_a_window_needs_little_memory():
 
 
 @NATIVE
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "requires_grad"),
+    [
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((torch.float32, False), (torch.bfloat16, True))),
+    ],
+    ids=str,
+)
 def test_torch_accepts_the_operators(dtype, requires_grad):
     q, k, v = tensors(1, 4, 9, 8, dtype=dtype, requires_grad=requires_grad)
     problem = Problem.checked(

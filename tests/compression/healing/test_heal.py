@@ -1,7 +1,9 @@
 """Healing: its loss against an independent computation, resumption after a kill, and mistakes."""
 
 import copy
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,12 +32,17 @@ def _own_accelerator(monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def pair(kind="decoder", top="ForCausalLM", **options):
-    """Return a model, and a copy of it without half of its groups of heads."""
-    teacher = tiny.model(kind, top=top, **options)
+@functools.cache
+def _pair(kind, top):
+    teacher = tiny.model(kind, top=top)
     batch = {"input_ids": tiny.TOKENS}
     plan = hw.plan_pruning(hw.MagnitudeScores(teacher, batch), keep=0.5, constraint="groups")
     return hw.prune(teacher, plan), teacher
+
+
+def pair(kind="decoder", top="ForCausalLM"):
+    """Return a model without half of its groups of heads, and the dense model."""
+    return tuple(map(copy.deepcopy, _pair(kind, top)))
 
 
 def texts(*lengths, batch=2, kind="decoder"):
@@ -250,6 +257,24 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch):
     assert torch.equal(weights(found), undisturbed("decoder", "ForCausalLM"))
 
 
+@pytest.fixture(scope="module")
+def healed_folder(tmp_path_factory):
+    """Output folder of a finished run of three steps, which no test may change."""
+    folder = tmp_path_factory.mktemp("healed")
+    heal(*pair(), texts(), 3, out=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unfinished_folder(tmp_path_factory):
+    """Output folder of a run of three steps that ended before its last files were in place."""
+    folder = tmp_path_factory.mktemp("unfinished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HealingFolder, "finish", lambda folder, model: None)
+        heal(*pair(), texts(), 3, out=folder, checkpoint_every=1)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("options", "difference"),
     [
@@ -259,13 +284,12 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch):
         ({"batch": 3}, "settings.content"),
     ],
 )
-def test_another_run_in_the_folder_is_refused_or_replaced(options, difference, tmp_path):
+def test_another_run_in_the_folder_is_refused_or_replaced(options, difference, healed_folder, tmp_path):
     def run(**more):
-        model, teacher = pair()
-        options = {"steps": 3, "lr": 1e-3} | more
-        return heal(model, teacher, texts(), options.pop("steps"), out=tmp_path, **options)
+        options = {"steps": 3} | more
+        return heal(*pair(), texts(), options.pop("steps"), out=tmp_path, **options)
 
-    run()
+    shutil.copytree(healed_folder, tmp_path, dirs_exist_ok=True)
     with pytest.raises(hw.InputError, match=rf"^out: expected .* got another run \({difference} differs\) .* --force"):
         run(**options)
     replaced = run(**options, force=True)
@@ -291,11 +315,8 @@ OTHER_MODELS = [
 
 @pytest.mark.parametrize(("change", "difference"), OTHER_MODELS)
 @pytest.mark.parametrize("is_finished", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_run_of_other_models_is_refused(change, difference, is_finished, tmp_path, monkeypatch):
-    if not is_finished:
-        monkeypatch.setattr(HealingFolder, "finish", lambda folder, model: None)
-    heal(*pair(), texts(), 3, out=tmp_path, checkpoint_every=1)
-    monkeypatch.undo()
+def test_a_run_of_other_models_is_refused(change, difference, is_finished, healed_folder, unfinished_folder, tmp_path):
+    shutil.copytree(healed_folder if is_finished else unfinished_folder, tmp_path, dirs_exist_ok=True)
     assert [path.name for path in tmp_path.iterdir()] == ["healed.pt" if is_finished else "unfinished-heal.pt"]
     model, teacher = pair()
     change(model, teacher)

@@ -39,11 +39,12 @@ def check_agreement(calls: int, first_seed: int, dtype: torch.dtype) -> None:
 
 @NATIVE
 def test_three_implementations_agree_on_drawn_calls():
-    check_agreement(10, 0, torch.float32)
+    check_agreement(6, 0, torch.float32)
 
 
-def test_kernels_agree_with_the_plain_implementation_in_float16():
-    check_agreement(8, 30, torch.float16)
+@pytest.mark.parametrize("calls", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_kernels_agree_with_the_plain_implementation_in_float16(calls):
+    check_agreement(calls, 30, torch.float16)
 
 
 @NATIVE
@@ -131,7 +132,7 @@ def watched(network, inputs, training: bool):
 @pytest.mark.parametrize(("kind", "heads", "training"), [("encoder", 2, True), ("decoder", 4, False)])
 def test_watch_measures_the_same_with_the_kernels_of_a_gpu(kind, heads, training, monkeypatch):
     network = model(kind, num_hidden_layers=1, num_attention_heads=heads).eval()
-    inputs = tokenizer(kind)(texts(17, 40), return_tensors="pt", padding=True)
+    inputs = tokenizer(kind)(texts(11, 20), return_tensors="pt", padding=True)
     expected = watched(network, inputs, training)
     monkeypatch.setattr(kernel_statistics, "is_on_gpu", lambda problem: True)
     launches = []
@@ -193,11 +194,11 @@ def test_what_the_kernels_cannot_do_is_named(statistics_in_triton, monkeypatch):
 
 
 def test_large_masks_are_measured_in_parts(statistics_in_triton, monkeypatch):
-    q, k, v = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 4)
+    q, k, v = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 4)
     problem = Problem.checked(q, k, v, mask=hw.mask_rule(lambda b, h, i, j: (i * j + h) % 3 > 0) & hw.causal())
     whole, parts = Tally(), Tally()
     kernel_statistics.attend_tallied(problem, CallContext(), whole)
-    monkeypatch.setattr(key_ranges, "MATRIX_ELEMENTS", 2**12)
+    monkeypatch.setattr(key_ranges, "MATRIX_ELEMENTS", 2**10)
     kernel_statistics.attend_tallied(problem, CallContext(), parts)
     for name, value in whole.means().items():
         torch.testing.assert_close(parts.means()[name], value, rtol=1e-6, atol=1e-7, msg=name)
