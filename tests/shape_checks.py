@@ -53,8 +53,8 @@ def jaxtyped(typechecker: Any) -> Any:
 
 
 def _states_shape(annotation: Any) -> bool:
-    """Return True if an annotation has a shape in it, such as `list[Float[Tensor, "rows"]]`. An annotation with brackets
-    that is still a string may have one.
+    """Return True if an annotation has a shape in it, such as `list[Float[Tensor, "rows"]]`. Annotations that are still
+    strings may have one if they have brackets.
     """
     if isinstance(annotation, str):
         return "[" in annotation
