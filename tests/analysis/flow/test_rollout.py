@@ -107,11 +107,12 @@ def test_rollout_of_tokens_is_a_row_of_the_product(name, layer, kept, monkeypatc
     text, tokenizer = tiny.texts(17)[0], tiny.tokenizer("encoder" if name == "bert" else "decoder")
     ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
     layers = layers_of(model, name, ids)[: 1 if layer == 0 else None]
+    share, options = (0.5, {}) if layer == 0 else (0.25, {"residual": 0.25})  # 0.5 is the default
     below, products = torch.eye(len(ids), dtype=torch.float64), []
     for weights, *_ in layers[::-1]:  # from the top: the product of all layers above an input
-        below = below @ (0.25 * torch.eye(len(ids), dtype=torch.float64) + 0.75 * weights.mean(0))
+        below = below @ (share * torch.eye(len(ids), dtype=torch.float64) + (1 - share) * weights.mean(0))
         products.append(below)
-    result = hw.token_rollout(model, tokenizer, text, queries=(3, -1), layer=layer, residual=0.25)
+    result = hw.token_rollout(model, tokenizer, text, queries=(3, -1), layer=layer, **options)
     assert result.queries == (3, len(ids) - 1)
     assert torch.allclose(result.weights, products[-1][[3, -1]], rtol=0, atol=1e-10)
     for found, product in zip(result.by_layer, products[::-1], strict=True):
