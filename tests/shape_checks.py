@@ -1,7 +1,8 @@
 """Shape checks of the tests: jaxtyping and beartype check the first calls of each function in each test, unless an
 earlier call had arguments of the same kinds.
 
-Checks take longer than most functions, and later calls in a test seldom have other shapes.
+Checks take longer than most functions, and later calls in a test seldom have other shapes. Functions whose signatures
+state no shape are not checked: mypy covers them, and most calls are of these.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, wraps
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, get_args
 
 import jaxtyping
 import torch
@@ -42,7 +43,23 @@ def jaxtyped(typechecker: Any) -> Any:
     jaxtyping applies.
     """
     check_all = _jaxtyped(typechecker=typechecker)
-    return lambda function: _checked(function, check_all) if isinstance(function, FunctionType) else check_all(function)
+
+    def decorate(function: Any) -> Any:
+        if not isinstance(function, FunctionType):
+            return check_all(function)
+        return _checked(function, check_all) if any(map(_states_shape, function.__annotations__.values())) else function
+
+    return decorate
+
+
+def _states_shape(annotation: Any) -> bool:
+    """Return True if an annotation has a shape in it, such as `list[Float[Tensor, "rows"]]`. Annotations that are still
+    strings may have one if they have brackets.
+    """
+    if isinstance(annotation, str):
+        return "[" in annotation
+    parts = annotation if isinstance(annotation, list) else get_args(annotation)
+    return getattr(annotation, "__module__", "") == "jaxtyping" or any(map(_states_shape, parts))
 
 
 def _checked(function: FunctionType, check_all: Callable) -> Callable:

@@ -20,11 +20,20 @@ import tiny
 import toy_analysis
 from headwise.analysis.head_tests import name_movers
 from headwise.runs import checkpoint
-from profile_runs import TEXTS, contents, results_of_two_processes, texts
+from profile_runs import contents, results_of_two_processes
 
 pytestmark = pytest.mark.usefixtures("as_user")  # shapes are checked where each analysis is tested
 
 TOKENIZER = tiny.tokenizer("decoder")
+
+TEXTS = tiny.texts(11, 5, 43, 11)
+"""Four documents; as sequences of equal length, at most two at a time, they are three batches."""
+
+
+def texts(**options):
+    """Return the documents as sequences in batches of two by default."""
+    return hw.Texts(TEXTS, TOKENIZER, **{"batch": 2} | options)
+
 
 TREEBANK = "\n".join(
     f"# newdoc id = {number}\n# text = {' '.join(tiny.WORDS[number : number + 5])}\n"
@@ -120,7 +129,8 @@ def analysis(name):
 
 
 def model(seed=0):
-    return tiny.model("decoder", seed=seed, top="ForCausalLM")
+    """Return a causal decoder of 2 layers of 4 heads; some analyses run it once for each head."""
+    return tiny.model("decoder", seed=seed, top="ForCausalLM", num_attention_heads=4)
 
 
 def counted(seen):

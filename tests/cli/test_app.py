@@ -442,14 +442,18 @@ def test_memory_that_runs_out_is_one_sentence(headwise, folder, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "more", [(), pytest.param(("--json",), marks=pytest.mark.slow), pytest.param(("--csv",), marks=pytest.mark.slow)]
+    "arguments",
+    [
+        ("compare", "-h"),
+        pytest.param(("compare", "a", "b"), marks=pytest.mark.slow),
+        pytest.param(("compare", "a", "b", "--json"), marks=pytest.mark.slow),
+        pytest.param(("compare", "a", "b", "--csv"), marks=pytest.mark.slow),
+    ],
 )
-def test_a_reader_that_closes_the_output_gets_no_traceback(more, folder):
+def test_a_reader_that_closes_the_output_gets_no_traceback(arguments, folder):
     read, write = os.pipe()
     os.close(read)
-    result = in_new_process(
-        *("compare", folder / "a", folder / "b", *more), capture_output=False, stdout=write, stderr=subprocess.PIPE
-    )
+    result = in_new_process(*arguments, cwd=folder, capture_output=False, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert (result.returncode, result.stderr) == (141, "")
 

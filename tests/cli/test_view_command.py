@@ -33,13 +33,22 @@ def contents_of(page):
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 
-def test_view_prints_the_heads_of_a_question():
-    result = in_new_process("view", QUESTION)
-    assert (result.returncode, result.stderr) == (0, b"")
-    text = result.stdout.decode()
+def require_heads_of_the_question(status, text, errors):
+    """Check that the command printed the heads of MiniLM on the question, and nothing else."""
+    assert (status, errors) == (0, "")
     assert text.startswith(QUESTION)
     assert "all-MiniLM-L6-v2, 12 tokens, 72 heads" in text
     assert "\x1b" not in text
+
+
+def test_view_prints_the_heads_of_a_question(headwise):
+    require_heads_of_the_question(*headwise("view", QUESTION))
+
+
+@pytest.mark.slow
+def test_view_prints_the_heads_of_a_question_in_a_new_process():
+    result = in_new_process("view", QUESTION)
+    require_heads_of_the_question(result.returncode, result.stdout.decode(), result.stderr.decode())
 
 
 @pytest.mark.slow

@@ -61,12 +61,16 @@ def expected(model, name, rows):
     return found
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "modernbert"])
+@pytest.mark.parametrize(
+    ("name", "side", "implementation"),
+    [
+        *(("llama", "left", "sdpa"), ("llama", "right", "sdpa")),  # its eager softmax is in float32
+        *(("gpt2", "left", "eager"), ("gpt2", "right", "sdpa")),
+        *(("bert", "left", "sdpa"), ("bert", "right", "eager")),
+        ("modernbert", "left", "sdpa"),
+    ],
+)
 def test_norms_equal_those_of_whole_matrices(name, side, implementation):
-    if name in ("llama", "modernbert") and implementation == "eager":
-        pytest.skip("its softmax is in float32")
     model, rows = model_of(name, implementation), sequences(*LENGTHS)
     table = hw.norm_weighted(model, batches_of(rows, side), special=SPECIAL)
     require_numbers(numbers_of(table), expected(model, name, rows))

@@ -98,19 +98,21 @@ def test_sequences_of_one_document_are_a_cluster():
     compare(hw.rollout(model, texts, special=SPECIAL), expected(model, "llama", rows, documents))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-@pytest.mark.parametrize(("layer", "kept"), [(None, 2**26), (None, 0), (0, 2**26)])
+@pytest.mark.parametrize(
+    ("name", "layer", "kept"), [("llama", None, 2**26), ("gpt2", None, 0), ("bert", None, 2**26), ("llama", 0, 2**26)]
+)
 def test_rollout_of_tokens_is_a_row_of_the_product(name, layer, kept, monkeypatch):
     monkeypatch.setattr(token_rollout, "KEPT_BYTES", kept)
     model = model_of(name)
     text, tokenizer = tiny.texts(17)[0], tiny.tokenizer("encoder" if name == "bert" else "decoder")
     ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
     layers = layers_of(model, name, ids)[: 1 if layer == 0 else None]
+    share, options = (0.5, {}) if layer == 0 else (0.25, {"residual": 0.25})  # 0.5 is the default
     below, products = torch.eye(len(ids), dtype=torch.float64), []
     for weights, *_ in layers[::-1]:  # from the top: the product of all layers above an input
-        below = below @ (0.5 * torch.eye(len(ids), dtype=torch.float64) + 0.5 * weights.mean(0))
+        below = below @ (share * torch.eye(len(ids), dtype=torch.float64) + (1 - share) * weights.mean(0))
         products.append(below)
-    result = hw.token_rollout(model, tokenizer, text, queries=(3, -1), layer=layer)
+    result = hw.token_rollout(model, tokenizer, text, queries=(3, -1), layer=layer, **options)
     assert result.queries == (3, len(ids) - 1)
     assert torch.allclose(result.weights, products[-1][[3, -1]], rtol=0, atol=1e-10)
     for found, product in zip(result.by_layer, products[::-1], strict=True):

@@ -47,10 +47,17 @@ def test_paths_to_the_logits(kind, direction):
         require_values(row, path_difference(model, direction, [(row.layer, row.head)]), to_recovered)
 
 
+INPUTS = {("llama", "denoise", "qkv"), ("llama", "noise", "k"), ("gpt2", "noise", "q"), ("bert", "denoise", "v")}
+"""Kinds, directions and inputs of heads whose paths are tested by default: each of them with some of the others."""
+
+
 @pytest.mark.parametrize(
-    "names", ["q", pytest.param("k", marks=pytest.mark.slow), pytest.param("v", marks=pytest.mark.slow), "qkv"]
+    ("kind", "direction", "names"),
+    [
+        pytest.param(*case, marks=() if case in INPUTS else pytest.mark.slow)
+        for case in itertools.product(KINDS, ("denoise", "noise"), ("q", "k", "v", "qkv"))
+    ],
 )
-@pytest.mark.parametrize(("kind", "direction"), KINDS_AND_DIRECTIONS)
 def test_paths_to_inputs_of_heads(kind, direction, names):
     model = language_model(kind)
     options = {"receivers": RECEIVERS, "input": names, "direction": direction}
