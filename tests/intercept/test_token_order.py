@@ -191,7 +191,7 @@ class Joint(nn.Module):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("lengths", [(7, 4), (4, 4), (1, 1), (1, 6)])
+@pytest.mark.parametrize("lengths", [(7, 4), (4, 4), (1, 1), (1, 6), (0, 5), (5, 0)])
 @pytest.mark.parametrize("attend", ATTENTIONS[:3])
 def test_joined_streams_keep_their_order(attend, lengths):
     torch.manual_seed(0)

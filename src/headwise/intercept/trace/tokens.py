@@ -242,7 +242,7 @@ class TokenNumbers:
             numbered = self._numbered.get(tensor)
             if numbered is None or joined is None:
                 return None if numbered is None else numbered.numbers
-            return numbered.numbers + joined.firsts[numbered.linear_map] * (numbered.numbers > 0)
+            return numbered.numbers + joined.firsts.get(numbered.linear_map, 0) * (numbered.numbers > 0)
 
         for tensor, numbers in numbers_after(call, result, numbers_of, max(tensor.numel() for tensor in known)):
             if numbers is None:
@@ -267,6 +267,7 @@ def _joined_maps(parts: list[NumberedTokens], call: FunctionCall) -> _JoinedMaps
     """Return the linear maps of which a function call concatenates tokens. Return None for one map, and for features of
     the same tokens.
     """
+    parts = [each for each in parts if each.numbers.numel()]
     maps = list(dict.fromkeys(each.linear_map for each in parts))
     axis = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
     if call.function not in CONCATENATIONS or len(maps) < 2 or axis in (-1, parts[0].numbers.ndim - 1):
