@@ -74,6 +74,45 @@ def test_the_kind_follows_from_the_sources_of_queries_and_keys(name, softmax):
     assert {row["kind"] for row in heads.rows()} == {kind}
 
 
+class TalkingHeads(Attention):
+    """Attention whose scores pass through a linear map of the heads before the softmax (Shazeer et al. 2020)."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.mix, self.map = mix, nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, tokens, others=None):
+        others = tokens if others is None else others
+        q, k, v = split(self.q(tokens)), split(self.k(others)), split(self.v(others))
+        self.weights = (self.mix(q @ k.mT * 0.3, self.map) * 0.7).softmax(-1)
+        return self.out(merge(self.weights @ v))
+
+
+MIXED = {
+    "einsum": lambda scores, of_heads: torch.einsum("hg,bgqk->bhqk", of_heads, scores),
+    "einsum with the map on the right": lambda scores, of_heads: torch.einsum("bgqk,gh->bhqk", scores, of_heads),
+    "convolution": lambda scores, of_heads: F.conv2d(scores, of_heads[..., None, None]),
+    "linear": lambda scores, of_heads: F.linear(scores.permute(0, 2, 3, 1), of_heads).permute(0, 3, 1, 2),
+    "matrix product": lambda scores, of_heads: (of_heads @ scores.flatten(2)).view(scores.shape),
+    "two maps": lambda scores, of_heads: F.linear(F.linear(scores.transpose(1, 3), of_heads), of_heads).transpose(1, 3),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mix", MIXED)
+@pytest.mark.parametrize(("others", "kind"), [(None, "self"), (Y, "cross")])
+def test_the_kind_of_scores_with_mixed_heads_is_that_of_queries_and_keys(mix, others, kind):
+    model = nn.Sequential(TalkingHeads(MIXED[mix]))
+    with hw.watch(model) as heads:
+        model[0](X, others)
+    entropy = torch.special.entr(model[0].weights).sum(-1).mean((0, 2))
+    assert [row["entropy"] for row in heads.rows()] == pytest.approx(entropy.tolist(), rel=1e-4)
+    assert {row["kind"] for row in heads.rows()} == {kind}
+    if kind == "self":
+        diagonal = model[0].weights.diagonal(0, 2, 3).mean((0, 2))
+        assert [row["self"] for row in heads.rows()] == pytest.approx(diagonal.tolist(), rel=1e-4)
+
+
 class JoinedScores(Attention):
     """Attention to the tokens and to others, whose scores `join` concatenates or writes into one tensor."""
 

@@ -424,3 +424,65 @@ def test_a_projection_under_vmap_is_not_compared():
     with pytest.warns(UserWarning, match="so written_norm is left out: 0$"), hw.watch(model) as heads:
         torch.testing.assert_close(model(x), plain)
     assert len(heads.rows()) == 2
+
+
+class Chosen(InSequence):
+    """Attention with two output projections, one of which the class states."""
+
+    which = 0
+
+    def __init__(self):
+        super().__init__()
+        self.other, self.adapter = nn.Linear(14, 14), nn.Linear(14, 14)
+
+    def forward(self, x):
+        """Return the output of one projection, or of a projection with an adapter."""
+        q, k, v = (part.unflatten(-1, (2, 7)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        heads = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        out = (self.out, self.other)[Chosen.which == 1](heads)
+        return out + self.adapter(heads) if Chosen.which == 2 else out
+
+
+def with_another_projection(model, monkeypatch):
+    monkeypatch.setattr(Chosen, "which", 1)
+
+
+def with_an_adapter(model, monkeypatch):
+    monkeypatch.setattr(Chosen, "which", 2)
+
+
+def with_a_new_module(model, monkeypatch):
+    model[0].out = nn.Linear(14, 14)
+
+
+@pytest.mark.parametrize("change", [with_another_projection, with_an_adapter, with_a_new_module])
+@torch.no_grad()
+def test_modules_whose_projection_changes_between_two_calls_are_named(change, monkeypatch):
+    model, x = nn.Sequential(Chosen()), torch.randn(2, 5, 14)
+    match = "so written_norm is left out: 0$"
+
+    def run():
+        with hw.watch(model) as heads:
+            model(x)
+            change(model, monkeypatch)
+            model(x)
+        return heads
+
+    with pytest.warns(UserWarning, match=match):
+        heads = run()
+    assert not any("written_norm" in row for row in heads.rows())
+    assert all("output_norm" in row for row in heads.rows())
+
+
+@torch.no_grad()
+def test_the_data_of_a_projection_may_be_replaced_between_two_calls():
+    model, x = nn.Sequential(InSequence()), torch.randn(2, 5, 14)
+    rows = []
+    for weights in ([model[0].out[0].weight.data], [2 * model[0].out[0].weight.data], None):
+        with hw.watch(model) as heads:
+            for weight in weights or [model[0].out[0].weight.data / 2, model[0].out[0].weight.data]:
+                model[0].out[0].weight.data = weight
+                model(x)
+        rows.append([row["written_norm"] for row in heads.rows()])
+    means = [(one + other) / 2 for one, other in zip(*rows[:2], strict=True)]
+    assert rows[2] == pytest.approx(means)

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -295,6 +296,98 @@ def test_attention_that_contradicts_the_plan_is_named_once(switched, traced):
     with pytest.raises(hw.InputError, match=plans.OTHER_WAY), hw.watch(model), torch.no_grad():
         model(x)
     require_equal(watched(model, *3 * [call]), traced(other, *3 * [call]))
+
+
+def test_attention_by_hand_after_a_contradiction_is_named(switched):
+    model, x = nn.Sequential(Attention(), Switching()), inputs()
+    watched(model, *3 * [lambda model: model(x)])
+
+    def run():
+        with hw.watch(model), torch.no_grad():
+            for way in ("sdpa", "softmax", "softmax"):
+                switched(way)
+                model(x)
+
+    with pytest.raises(hw.InputError, match=f"got none in 0, 1; {plans.OTHER_WAY}"):
+        run()
+
+
+class Parts(nn.Module):
+    """A module with two layers of its own, one of which attends in each call."""
+
+    which = 0
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+
+    def forward(self, x):
+        """Return the output of the layer that the class states."""
+        layer = self.layers[Parts.which]
+        q, k, v = (
+            each(x).unflatten(-1, (3, -1)).transpose(1, 2) for each in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        return layer.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_layers_of_a_module_that_differ_in_their_weights_are_not_mistaken(monkeypatch, traced):
+    model, x = nn.Sequential(Parts()), inputs()
+    other = copy.deepcopy(model)
+
+    def alternating(model):
+        for which in (0, 0, 0, 1, 1, 1, 0):
+            monkeypatch.setattr(Parts, "which", which)
+            out = model(x)
+        return out
+
+    results = watched(model, alternating)
+    assert {row["module"] for row in results[0][0]} == {"0", "0[1]"}
+    require_equal(results, traced(other, alternating))
+    monkeypatch.setattr(Parts, "which", 1)
+    plain = model(x)
+    monkeypatch.setattr(Parts, "which", 0)
+    with torch.no_grad(), hw.gate(model, {("0", 1): 0.0}):
+        for _ in range(3):
+            model(x)
+        monkeypatch.setattr(Parts, "which", 1)
+        torch.testing.assert_close(model(x), plain)
+
+
+class Number(int):
+    """A whole number of another class than int."""
+
+
+class Rolled(Attention):
+    """Attention with keys and values that a function outside of the model rearranges."""
+
+    rearrange = staticmethod(lambda x: x)
+
+    def forward(self, x, memory=None):
+        """Return the output."""
+        q, k, v = (layer(x).unflatten(-1, (3, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        out = F.scaled_dot_product_attention(q, Rolled.rearrange(k), Rolled.rearrange(v))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+IN_ORDER, MIRRORED = np.arange(7), np.arange(7)[::-1].copy()
+REARRANGED = {
+    "numbers of numpy": (lambda x: x.roll(np.int64(0), 2), lambda x: x.roll(np.int64(2), 2)),
+    "numbers of another class": (lambda x: x.roll(Number(0), 2), lambda x: x.roll(Number(2), 2)),
+    "arrays": (lambda x: x[:, :, IN_ORDER], lambda x: x[:, :, MIRRORED]),
+    "ranges": (lambda x: x[:, :, range(7)], lambda x: x[:, :, range(6, -1, -1)]),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGED)
+def test_arguments_that_are_no_tensors_are_compared_by_value(name, monkeypatch, traced):
+    model, call, results = Rolled(), lambda model: model(inputs()), []
+    for run in (watched, traced):
+        own = copy.deepcopy(model)
+        for rearrange in REARRANGED[name]:
+            monkeypatch.setattr(Rolled, "rearrange", staticmethod(rearrange))
+            results.append(run(own, *3 * [call]))
+    require_equal(results[1], results[3])
+    assert all("distance" not in row for row in results[1][0][0])
 
 
 def test_few_plans_are_kept_of_models_that_change_in_every_call():

@@ -93,6 +93,12 @@ def written(x):
     return result
 
 
+def looked_up(x):
+    """Return the tokens by a table of all sequences and heads."""
+    rows = F.embedding(ORDER, x.permute(2, 0, 1, 3).flatten(1))
+    return rows.unflatten(1, (*x.shape[:2], -1)).permute(1, 2, 0, 3)
+
+
 REORDERINGS = {
     "flip": of_keys(lambda x: x.flip(2)),
     "roll": of_keys(lambda x: torch.roll(x, 1, dims=2)),
@@ -106,6 +112,10 @@ REORDERINGS = {
     "scatter": of_keys(scattered),
     "index_copy": of_keys(lambda x: torch.empty_like(x).index_copy(2, ORDER, x)),
     "setitem": of_keys(written),
+    "embedding": of_keys(looked_up),
+    "matrix product": of_keys(lambda x: torch.eye(7).roll(1, 0) @ x),
+    "matrix product on the right": of_keys(lambda x: (x.mT @ torch.eye(7).roll(1, 0).mT).mT),
+    "einsum": of_keys(lambda x: torch.einsum("ij,bhjd->bhid", torch.eye(7).roll(1, 0), x)),
     "concatenated parts": of_keys(lambda x: torch.cat([x[:, :, 3:], x[:, :, :3]], 2)),
     "stacked tokens": of_keys(lambda x: torch.stack(x.unbind(2)[::-1], 2)),
     "shifted by a pad": of_keys(lambda x: F.pad(x, (0, 0, 1, -1))),
@@ -154,6 +164,7 @@ SAME_ORDER = {
     "twice flipped": of_keys(lambda x: x.flip(2).flip(2)),
     "the last tokens": lambda q, k, v: (q[:, :, 2:], k[:, :, 2:], v[:, :, 2:]),
     "an axis moved by einsum": of_keys(lambda x: torch.einsum("bhnd->bnhd", x).transpose(1, 2)),
+    "features of heads mapped": of_keys(lambda x: torch.einsum("bhnd,hde->bhne", x, torch.ones(3, 5, 5))),
     "a copy": of_keys(lambda x: torch.empty_like(x).copy_(x)),
 }
 

@@ -52,7 +52,7 @@ from headwise.intercept.trace.scores import (
     order_along,
     places_of,
     unshifted,
-    with_learned_query,
+    with_factors,
 )
 from headwise.intercept.trace.state import AttentionOutput, ComparedAxes, KeptScores, Places, Softmax, Weights
 from headwise.intercept.trace.tokens import ComparedTokens, NumberedTokens
@@ -119,7 +119,7 @@ def on_softmax(
         return
     report_established()
     compared = compared_axes(scores, dim)
-    origin = _with_keys_last(with_learned_query(scores, session.origin_of_scores(scores)), compared, module_calls)
+    origin = _with_keys_last(with_factors(scores, session.origin_of_scores(scores)), compared, module_calls)
     is_masked = may_be_masked(scores)
     softmax = Softmax(
         dim, result.numel(), module_calls, origin, is_comparison, compared, is_masked, is_written=is_written

@@ -25,7 +25,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from math import prod
+from numbers import Number
 from operator import is_
+from types import EllipsisType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -53,6 +55,9 @@ DEVICES = ("cpu", "cuda")
 
 _STATED = (int, type(None), bool, str, float, torch.dtype, torch.device)
 """Types of inputs and of attributes of modules that are compared by value."""
+
+_SINGLE = (EllipsisType, torch.layout, torch.memory_format)
+"""Types of arguments of which each value is one object."""
 
 
 class CallFacts(NamedTuple):
@@ -148,16 +153,20 @@ which the last ones have the names.
 
 class Steps:
     """Description of the torch functions that a model calls, one after the other, and of attention. Two calls of the
-    model with equal steps compute the same from their inputs: the same functions of the same earlier results, with the
-    same other arguments.
+    model with equal steps compute the same from their inputs: the same functions of the same earlier results and of the
+    same parameters, with the same other arguments.
 
     Args:
         given: the inputs of the model.
+
+    Attributes:
+        parameters: parameters in the descriptions so far, by their identities.
     """
 
     def __init__(self, given: Iterable[Any]) -> None:
         self._numbers: dict[int, tuple[ref[Tensor], tuple[int]]] = {}
         self._count = 0
+        self.parameters: dict[int, ref[Tensor]] = {}
         self.add_results(list(given))
 
     def of(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FunctionStep:
@@ -179,7 +188,7 @@ class Steps:
             return False
         numbers = self._numbers
         for value, stated in zip(args, values, strict=True):
-            if type(value) is Tensor or type(value) is nn.Parameter:
+            if type(value) is Tensor:
                 known = numbers.get(id(value))
                 number = known[1] if known is not None and known[0]() is value else self._number(value)
                 if number != stated:
@@ -213,10 +222,11 @@ class Steps:
         return number
 
     def _described(self, value: Any) -> Any:
-        """Return the description of an argument: the number of a tensor, or the value of others."""
+        """Return the description of an argument: that of a tensor, or the value of others. An object whose value is
+        unknown, such as an array of numpy, has a description that equals no other one.
+        """
         if isinstance(value, Tensor):
-            known = self._numbers.get(id(value))  # another tensor may have had its identity
-            return known[1] if known is not None and known[0]() is value else self._number(value)
+            return self._described_tensor(value)
         kind = type(value)
         if kind in _STATED:
             return (kind, value) if kind is bool or kind is float else value  # True and 1.0 equal 1
@@ -226,7 +236,20 @@ class Steps:
             return kind, *map(self._described, (value.start, value.stop, value.step))
         if issubclass(kind, dict):
             return kind, *value, *map(self._described, value.values())
-        return kind
+        is_single = kind in _SINGLE or issubclass(kind, type)
+        return value if is_single else (kind, value) if isinstance(value, Number | str) else object()
+
+    def _described_tensor(self, tensor: Tensor) -> tuple[Any, ...]:
+        """Return the number of a tensor, or the identity of a parameter. A module may attend by other parameters in
+        each call.
+        """
+        known = self._numbers.get(id(tensor))  # another tensor may have had its identity
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        if not isinstance(tensor, nn.Parameter):
+            return self._number(tensor)
+        self.parameters.setdefault(id(tensor), ref(tensor))
+        return nn.Parameter, id(tensor)
 
 
 class Plan(NamedTuple):
@@ -237,12 +260,14 @@ class Plan(NamedTuple):
         calls: its attention calls, in their order.
         around: paths of the modules around attention.
         other_paths: paths of all other modules that ran.
+        parameters: the parameters in the steps, which state their identities.
     """
 
     steps: list[FunctionStep]
     calls: list[PlannedCall]
     around: frozenset[str]
     other_paths: frozenset[str]
+    parameters: list[ref[Tensor]]
 
 
 _PLANS: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[tuple[Plan, bool]] | None]] = WeakKeyDictionary()
@@ -279,9 +304,13 @@ class PlanKey(NamedTuple):
         return PlanKey(model, (state, *kinds, *modes, *autocast))
 
     def plans(self) -> list[Plan]:
-        """Return the plans for calls with this key; none if the call has to be traced."""
+        """Return the plans for calls with this key; none if the call has to be traced. There are none for parameters
+        that are freed, whose identities other parameters may have.
+        """
         of_model = _PLANS.get(self.model)
         known = None if of_model is None else of_model.get(self.kind)
+        if known:
+            known[:] = [each for each in known if all(parameter() is not None for parameter in each[0].parameters)]
         return [plan for plan, is_confirmed in known or () if is_confirmed]
 
     def store(self, plan: Plan) -> None:
@@ -430,7 +459,8 @@ class Recording:
 
     def on_projected(self, number: int, weights: Iterable[Tensor]) -> None:
         """Record the parameters of a linear map that the model applies to the head outputs of an attention call."""
-        self._weights[number].append([ref(weight) for weight in weights])
+        bases = [weight if weight._base is None else weight._base for weight in weights]  # views may be freed
+        self._weights[number].append([ref(base) for base in bases])
 
     def store(self) -> None:
         """Store the plan at the end of the model's call. There is none if the call has changed attributes of modules,
@@ -445,7 +475,8 @@ class Recording:
             return
         names = [call.site.path.split(".") for call in calls]
         around = frozenset(".".join(each[:depth]) for each in names for depth in range(len(each) + 1))
-        self._key.store(Plan(self._so_far, calls, around, frozenset(self._ran - around)))
+        parameters = list(self._steps.parameters.values())
+        self._key.store(Plan(self._so_far, calls, around, frozenset(self._ran - around), parameters))
 
 
 class LoggedFunction(NamedTuple):

@@ -13,14 +13,14 @@ from headwise.intercept.adapters.sdpa import intercepted_sdpa
 from headwise.intercept.adapters.torch_layers import TORCH_ATTENTION, torch_attention
 from headwise.intercept.adapters.torch_operators import OPERATORS, read
 from headwise.intercept.fused_functions import report_fused
-from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.module_call import ModuleCall, report_unreadable
 from headwise.intercept.patches import OPERATORS as OTHER_OPERATORS
 from headwise.intercept.patches import SDPA, torchs_own
-from headwise.intercept.plans import Following
+from headwise.intercept.plans import OTHER_WAY, Following
 from headwise.intercept.session import Session, current_session
 from headwise.intercept.trace.functions import QUERIES, FunctionCall, share_memory
 from headwise.intercept.trace.outputs import after_function, before_function, lose_outputs
-from headwise.intercept.trace.scores import contracted, follow_places, follow_scores, written_softmax
+from headwise.intercept.trace.scores import EXPONENTIALS, contracted, follow_places, follow_scores, written_softmax
 from headwise.intercept.trace.state import CURRENT
 from headwise.intercept.trace.unread import report_averages, report_new_tensors
 from headwise.intercept.trace.weights import before_overwriting
@@ -77,6 +77,8 @@ def _planned(session: Session, following: Following, func: Any, args: tuple[Any,
         if session.following is None:  # the plan was left just now
             return _recorded_call(session, func, args, kwargs)
         session.report_contradiction()
+        if own in _ATTENTION_BY_HAND:
+            report_unreadable(session.module_calls, OTHER_WAY)
     if own is SDPA or func in OPERATORS:
         result = _attention(own if own is SDPA else func, args, kwargs)
     else:
@@ -88,6 +90,10 @@ def _planned(session: Session, following: Following, func: Any, args: tuple[Any,
 
 _IN_C = type(torch.add), type(torch.Tensor.add), type(torch.Tensor.__getitem__)
 """Types of functions that are written in C, which no other library can replace under the same name."""
+
+
+_ATTENTION_BY_HAND = eager_softmax.SOFTMAXES | EXPONENTIALS | {TORCH_ATTENTION}
+"""Functions by which a model may attend in a call that has contradicted its plan, so that it is no longer followed."""
 
 
 def trace_from_log(following: Following) -> None:

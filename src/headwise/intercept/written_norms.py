@@ -4,7 +4,8 @@ The output projection of a module is found by its name. The first call of the mo
 to the heads' outputs: the input of the projection consists of these, and its output is the map of its input. Otherwise
 `written_norm` is left out. While gates are active, each head's part of the input may be its output times a factor. In
 training mode, in which dropout changes both, a difference shows nothing; the next call in evaluation mode decides. If
-there is none, the weights of the function that maps the heads' outputs decide.
+there is none, the weights of the function that maps the heads' outputs decide. If a later call of the model applies
+other parameters to the heads' outputs, `written_norm` is left out, too.
 """
 
 import threading
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -79,10 +81,12 @@ class _ModelCall:
     Attributes:
         head_outputs: outputs of heads that wait for their projection, by the path of the attention module.
         projection_calls: calls of modules that may be projections, by path.
+        projected_by: parameters that are applied to head outputs, by the path of the attention module and by identity.
     """
 
     head_outputs: dict[str, _HeadOutputs] = field(default_factory=dict)
     projection_calls: dict[str, _ProjectionCall] = field(default_factory=dict)
+    projected_by: dict[str, dict[int, ref[Tensor]]] = field(default_factory=dict)
 
 
 class WrittenNorms:
@@ -103,6 +107,7 @@ class WrittenNorms:
         self._model_calls: defaultdict[int, _ModelCall] = defaultdict(_ModelCall)  # by thread
         self._settled: set[str] = set()  # paths of attention modules that are confirmed or left out
         self._left_out: set[str] = set()
+        self._first_projected_by: dict[str, dict[int, ref[Tensor]]] = {}  # as in `_ModelCall`
         self._projected_by: dict[str, set[int]] = {}  # ids of the weights, by the path of the attention module
         self._projected_by_others: dict[str, set[int]] = {}  # the same without a projection that was found by name
 
@@ -197,13 +202,13 @@ class WrittenNorms:
         the model runs in training mode only, they show whether the projection found by its name is the right one. If no
         projection was found, they show that there is one nevertheless.
         """
-        if path in self._grams and path in self._settled:
-            return
-        bases = {id(weight if weight._base is None else weight._base) for weight in weights}
+        bases = [weight if weight._base is None else weight._base for weight in weights]
+        of_call = self._model_calls[threading.get_ident()].projected_by.setdefault(path, {})
+        of_call.update({id(base): ref(base) for base in bases})
         if path not in self._grams:
-            self._projected_by_others.setdefault(path, set()).update(bases)
+            self._projected_by_others.setdefault(path, set()).update(map(id, bases))
         if path not in self._settled:
-            self._projected_by.setdefault(path, set()).update(bases)
+            self._projected_by.setdefault(path, set()).update(map(id, bases))
 
     def waits_for(self, path: str) -> bool:
         """Return True if head outputs of this call of the model wait for the module at `path`, their projection."""
@@ -244,10 +249,16 @@ class WrittenNorms:
     def _end(self, thread: int) -> None:
         """End the call of the model in one thread. Remove `written_norm` from the results of modules whose output
         projection did not run after their attention in this call, unless a call in another thread has confirmed the
-        projection.
+        projection, and of modules whose head outputs are projected by other parameters than in the first call.
         """
-        for path in self._model_calls.pop(thread, _ModelCall()).head_outputs:
+        model_call = self._model_calls.pop(thread, _ModelCall())
+        for path in model_call.head_outputs:
             if path not in self._settled:
+                self._settle(path, is_confirmed=False)
+        for path, parameters in model_call.projected_by.items():
+            first = self._first_projected_by.setdefault(path, parameters) if parameters else parameters
+            is_first = first.keys() == parameters.keys() and all(each() is not None for each in first.values())
+            if not is_first and path in self._grams:
                 self._settle(path, is_confirmed=False)
 
     def _check(self, path: str, call: _ProjectionCall, model_call: _ModelCall) -> None:
@@ -361,12 +372,17 @@ def _is_close(
     return is_close
 
 
-def _versions(module: nn.Module) -> list[tuple[int, int]] | None:
-    """Return the ids and in-place change counts of all parameters and buffers of a module: a list that differs after
-    one of them is written to or replaced. Return None if a tensor has no change count, as under `torch.inference_mode`.
+def _versions(module: nn.Module) -> list[tuple[int, int, int]] | None:
+    """Return the ids, in-place change counts and addresses of all parameters and buffers of a module: a list that
+    differs after one of them is written to or replaced, also by `tensor.data = other`. Return None if a tensor has no
+    change count, as under `torch.inference_mode`.
     """
     own = module._parameters.values(), module._buffers.values()
     tensors = [each for tensors in own for each in tensors if each is not None]
     if module._modules:
         tensors = [*module.parameters(), *module.buffers()]
-    return None if any(tensor.is_inference() for tensor in tensors) else [(id(each), each._version) for each in tensors]
+    if any(tensor.is_inference() for tensor in tensors):
+        return None
+    has_addresses = not has_no_numbers() and all(map(has_usual_values, tensors))
+    addresses = [each.untyped_storage().data_ptr() if has_addresses else 0 for each in tensors]
+    return [(id(each), each._version, address) for each, address in zip(tensors, addresses, strict=True)]

@@ -354,8 +354,8 @@ _LENGTHENING = CONCATENATIONS | {F.pad}
 _SCALINGS = functions_named("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide")
 """Functions that multiply scores by factors."""
 
-_EXPONENTIALS = functions_named("exp")
-_NORMALISATIONS = _SCALINGS | _EXPONENTIALS | {F.normalize, Tensor.div_, Tensor.__itruediv__}
+EXPONENTIALS = functions_named("exp")
+_NORMALISATIONS = _SCALINGS | EXPONENTIALS | {F.normalize, Tensor.div_, Tensor.__itruediv__}
 """Functions whose result may be attention weights, if a model writes its softmax as an exponential and a sum."""
 
 _WITHOUT_MASK = _SCALINGS | VIEWS | COPIES | PRODUCTS
@@ -371,7 +371,7 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
     trace = current_trace()
     if call.function in PRODUCTS and not is_map and isinstance(result, Tensor):
         contraction = contraction_of(call.function, call.args, call.kwargs)
-        query = contraction.operands[0] if contraction is not None and _has_learned_query(call, contraction) else None
+        query = contraction.operands[0] if contraction and _has_learned_query(call, contraction, result) else None
         if contraction is not None and (query is not None or not any(map(is_parameter, contraction.operands))):
             tokens = {
                 axis: trace.lineage.tokens.along(contraction, operand, label)
@@ -398,25 +398,32 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
         if followed is None:
             continue
         is_masked = may_be_masked(tensor) or call.function not in _WITHOUT_MASK
-        exponents = tensor.detach() if call.function in _EXPONENTIALS else followed.exponents
+        exponents = tensor.detach() if call.function in EXPONENTIALS else followed.exponents
+        before_map = followed.before_map
+        if call.function in PRODUCTS:
+            before_map = trace.lineage.origin(tensor, trace.module_calls).factors or before_map
         for other, axes in _axes_after(call, followed, tensor, result):
             scores = followed._replace(
                 axes=axes,
                 may_be_masked=is_masked,
                 version=version_of(other),
                 exponents=exponents if other.shape == tensor.shape else None,
+                before_map=before_map,
             )
             trace.attention.scores.set(other, scores)
         return
 
 
-def _has_learned_query(call: FunctionCall, contraction: Contraction) -> bool:
+def _has_learned_query(call: FunctionCall, contraction: Contraction, result: Tensor) -> bool:
     """Return True if a product may be that of learned queries, a parameter on its left, with the keys of all tokens. A
-    linear map has its parameter on the right, or is a function of its own.
+    linear map has its parameter on the right, or is a function of its own, or mixes the heads of scores.
     """
     is_other = call.function is F.linear or call.function in ADDED_PRODUCTS or call.function in CONVOLUTIONS
     operands = contraction.operands
-    return len(operands) == 2 and not is_other and is_parameter(operands[0]) and not is_parameter(operands[1])
+    if len(operands) != 2 or is_other or not is_parameter(operands[0]) or is_parameter(operands[1]):
+        return False
+    scores = current_trace().attention.scores.get(operands[1])
+    return scores is None or not _axes_after(call, scores, operands[1], result)
 
 
 def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, int] | None:
@@ -480,14 +487,14 @@ def compares_two(tensor: Tensor) -> bool:
     return followed is not None and followed.factors is None
 
 
-def with_learned_query(scores: Tensor, origin: Origin) -> Origin:
-    """Return the `origin` (sources) of attention scores. If they are a product of a learned query with keys, add the
-    sources of both as its factors.
+def with_factors(scores: Tensor, origin: Origin) -> Origin:
+    """Return the `origin` (sources) of attention scores. If they are a product of a learned query with keys, or if a
+    linear map has mixed their heads, add the sources of queries and keys as its factors.
     """
     followed = current_trace().attention.scores.get(scores)
-    if followed is None or followed.factors is None or origin.factors:
+    if followed is None or origin.factors:
         return origin
-    return origin._replace(factors=(followed.factors,))
+    return origin._replace(factors=followed.before_map if followed.factors is None else (followed.factors,))
 
 
 def compared_axes(scores: Tensor, dim: int) -> ComparedAxes | None:

@@ -45,6 +45,8 @@ class Scores(NamedTuple):
         product: identity of the product.
         factors: sources of a learned query and of the keys that it was multiplied with; None for two activations.
         exponents: scores of which the tensor is the exponential, perhaps with factors; None if there are none.
+        before_map: sources of queries and keys of each product, before a linear map of the heads, whose result has
+            other sources; empty without.
     """
 
     axes: Axes
@@ -56,6 +58,7 @@ class Scores(NamedTuple):
     product: object
     factors: tuple[Origin, Origin] | None = None
     exponents: Tensor | None = None
+    before_map: tuple[tuple[Origin, Origin], ...] = ()
 
 
 class ComparedAxes(NamedTuple):

@@ -28,6 +28,7 @@ from headwise.intercept.trace.functions import (
     FunctionCall,
     Label,
     TensorMap,
+    contraction_of,
     functions_named,
     is_parameter,
     tensors_among,
@@ -35,7 +36,7 @@ from headwise.intercept.trace.functions import (
 from headwise.intercept.trace.modules import RunningModule, named_arguments
 from headwise.shapes import Int
 
-REPEATED = (VIEWS | SELECTIONS | PLACEMENTS | CONCATENATIONS | {F.pad}) | functions_named(
+REPEATED = (VIEWS | SELECTIONS | PLACEMENTS | CONCATENATIONS | {F.pad, F.embedding, torch.embedding}) | functions_named(
     *("stack", "hstack", "vstack", "repeat", "repeat_interleave", "tile", "rot90", "copy_", "where")
 )
 """Functions that select or reorder elements, which are repeated with the numbers of the tokens."""
@@ -184,6 +185,8 @@ class TokenNumbers:
                     self._counts[key] = numbers.view(shape)
                 numbers = self._counts[key].unsqueeze(axis).expand(result.shape)
                 self._numbered.set(result, NumberedTokens(numbers, LinearMapCall(shape)))
+            elif self._numbered and isinstance(result, Tensor):
+                self._mix(call, result)
             return
         known = [tensor for tensor in call.tensors if self._numbered.get(tensor)] if self._numbered else []
         if not known:
@@ -226,6 +229,29 @@ class TokenNumbers:
         others = [axis for axis in range(len(labels)) if axis not in order]
         numbers = numbered.numbers.permute(*others, *order)[(0,) * len(others)]
         return numbered._replace(numbers=numbers)
+
+    def _mix(self, call: FunctionCall, result: Tensor) -> None:
+        """Record that each element of the `result` of a product belongs to several tokens, if the product sums over
+        tokens, as where a matrix reorders them. The result then has the numbers of the first of them, so that it is not
+        taken for the tokens in their order.
+        """
+        contraction = contraction_of(call.function, call.args, call.kwargs)
+        operands = () if contraction is None else zip(contraction.operands, contraction.labels, strict=True)
+        for operand, labels in operands:
+            numbered = self._numbered.get(operand)
+            if numbered is None or contraction is None or not operand.numel():
+                continue
+            summed = [axis for axis, label in enumerate(labels) if label is None or label in contraction.summed]
+            if all(numbered.numbers.stride(axis) == 0 for axis in summed if operand.shape[axis] > 1):
+                continue
+            first = numbered.numbers.permute(*summed, *(axis for axis in range(operand.ndim) if axis not in summed))
+            left = [label for axis, label in enumerate(labels) if axis not in summed]
+            order = [left.index(label) for label in contraction.result if label in left]
+            first = first[(0,) * len(summed)].permute(order)
+            for axis, label in enumerate(contraction.result):
+                first = first if label in left else first.unsqueeze(axis)
+            self._numbered.set(result, NumberedTokens(first.expand(result.shape), numbered.linear_map))
+            return
 
     def _repeat(self, call: FunctionCall, result: Any, known: list[Tensor]) -> None:
         """Record the token numbers of the `result` of a function that selects or reorders elements of `known`. They
