@@ -17,8 +17,8 @@ A plan is followed only by calls with the same
 - gradient mode, inference mode, autocast, and number of torch function modes (`PlanKey`);
 - interception: one model, nothing stated by the user, and interceptors that change outputs or only observe.
 
-Everything else is compared while the call runs: each function with its arguments, and each attention call with its
-module, function, heads and features.
+Everything else is compared while the call runs: each function with its arguments, among them the same parameters, and
+each attention call with its module, function, heads and features.
 """
 
 from collections import OrderedDict
@@ -192,6 +192,9 @@ class Steps:
                 known = numbers.get(id(value))
                 number = known[1] if known is not None and known[0]() is value else self._number(value)
                 if number != stated:
+                    return False
+            elif type(value) is nn.Parameter and id(value) not in numbers:
+                if stated != (nn.Parameter, id(value)):
                     return False
             elif value is not stated and self._described(value) != stated:
                 return False
@@ -572,6 +575,8 @@ class Following:
 
     def recording(self) -> Recording:
         """Return a record of the steps so far, from which a further plan is made."""
+        of_plan = {id(each): reference for reference in self.plan.parameters if (each := reference()) is not None}
+        self._steps.parameters.update(of_plan)
         return Recording(self._key, self._states, self._steps, self.plan.steps[: self._step - 1], self._ran)
 
     def on_result(

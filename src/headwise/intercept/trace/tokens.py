@@ -295,7 +295,7 @@ def _joined_maps(parts: list[NumberedTokens], call: FunctionCall) -> _JoinedMaps
     """
     parts = [each for each in parts if each.numbers.numel()]
     maps = list(dict.fromkeys(each.linear_map for each in parts))
-    axis = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
+    axis = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
     if call.function not in CONCATENATIONS or len(maps) < 2 or axis in (-1, parts[0].numbers.ndim - 1):
         return None
     first = parts[0].numbers.narrow(axis, 0, 1)
