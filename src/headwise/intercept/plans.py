@@ -188,15 +188,17 @@ class Steps:
             return False
         numbers = self._numbers
         for value, stated in zip(args, values, strict=True):
+            if value is stated:
+                continue
+            described: Any
             if type(value) is Tensor:
                 known = numbers.get(id(value))
-                number = known[1] if known is not None and known[0]() is value else self._number(value)
-                if number != stated:
-                    return False
+                described = known[1] if known is not None and known[0]() is value else self._number(value)
             elif type(value) is nn.Parameter and id(value) not in numbers:
-                if stated != (nn.Parameter, id(value)):
-                    return False
-            elif value is not stated and self._described(value) != stated:
+                described = nn.Parameter, id(value)
+            else:
+                described = self._described(value)
+            if described != stated:
                 return False
         return True
 

@@ -102,8 +102,9 @@ class Session(Trace):
         return session
 
     def snapshot(self) -> "Session":
-        """Return a session with copies of the present module calls, to which the present interceptions apply whenever
-        it is current, also if they have ended.
+        """Return a session with copies of the module calls that run now, by which a backward pass repeats a part of the
+        model. While the returned session is current, the interceptions that apply now apply again, even if their
+        contexts have ended.
         """
         session = Session()
         session.recomputed, session.only_interceptor = self.current_interceptions, self.only_interceptor

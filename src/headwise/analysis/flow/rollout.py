@@ -276,11 +276,12 @@ class LayerSums:
 
 
 class RolloutRun(LayerReader):
-    """Interceptor that computes the attention rollout of a batch in one run of the model, for the tokens from `start`
-    on, as many as fit into memory. It adds the statistics that depend on these tokens to `sums`.
+    """Interceptor that computes the attention rollout of a batch for a part of its tokens, in one of several runs of
+    the model. The part begins at the token `start`, and has as many tokens as fit into memory. The statistics that
+    depend on these tokens are added to `sums`, which has the sums of each layer.
 
-    For the entropy, these tokens are the input tokens to which rolled-out attention goes. For attention on the query
-    itself and for distances, they are the queries.
+    For the entropy, the tokens of the part are the input tokens to which rolled-out attention goes. For attention on
+    the query itself and for distances, they are the queries.
     """
 
     def __init__(

@@ -361,7 +361,9 @@ class Segments(Mask):
         return self.hull(grid) if self.is_one_piece_each else None
 
     def hull(self, grid: Grid) -> Ranges | None:
-        """Return, for each query, the range of positions from the first to the last key of its document."""
+        """Return, for each query, the range of positions from the first to the last key of its document. Return None if
+        there are no keys.
+        """
         ids = self.ids_on(grid.device)
         if ids.shape[1] == 0:
             return None

@@ -177,8 +177,9 @@ class Order(NamedTuple):
     is_common: bool = True
 
     def of(self, tokens: NumberedTokens) -> NumberedTokens | None:
-        """Return `tokens`, those of the queries or the keys in the product, in this order. Return None if this order
-        is unknown.
+        """Return the tokens of the queries, or of the keys, in the order along the axis of scores or weights. `tokens`
+        has them in the order of the product of queries and keys. Return None if the order is unknown, or if `tokens`
+        has too few.
         """
         if not self.is_known or self.places is None:
             return tokens if self.is_known else None

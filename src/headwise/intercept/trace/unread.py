@@ -133,8 +133,8 @@ def is_projected(tensor: Tensor) -> bool:
 
 
 def _may_be_of_tokens(contraction: Contraction, weights: Tensor, values: Tensor, label: Label | None) -> bool:
-    """Return True unless an axis is known to be features, such as experts, and not tokens: an axis of `weights` that is
-    followed from the features of a linear map, while that of `values` is not followed from tokens.
+    """Return True if the axis `label`, over which a product is summed, may be tokens. Return False if one of `weights`
+    and `values` is known to have features along this axis, such as experts, unless the other one has tokens there.
     """
     of_weights, of_values = (_are_tokens(contraction, operand, label) for operand in (weights, values))
     return of_values is not False if of_weights is not False else of_values is True
