@@ -34,8 +34,8 @@ class FunctionPatches(Patches):
     """
 
     def __init__(self, engines: Iterable[Engine]) -> None:
-        others: set[str] = set()
-        super().__init__(lambda: _replacements(self.engines, others))
+        others: dict[tuple[Engine, ...], set[str]] = {}
+        super().__init__(lambda: _replacements(self.engines, others.setdefault(self.engines, set())))
         self.engines = tuple(engines)
 
     def _replace(self, owner: FunctionType, name: str, function: Callable[..., Any]) -> None:
@@ -60,9 +60,10 @@ class FunctionPatches(Patches):
         owner.__code__ = code
 
 
-def _replacements(engines: Iterable[Engine], others: set[str]) -> Iterator[Replacement]:
+def _replacements(engines: tuple[Engine, ...], others: set[str]) -> Iterator[Replacement]:
     """Yield each function of `engines` that a loaded module defines, a name, and the function that intercepts it. Names
-    of modules that define none are added to `others`, so that the thousands of loaded modules are searched once.
+    of modules that define none of these are added to `others`, so that the thousands of loaded modules are searched
+    once.
     """
     seen: set[FunctionType] = set()
     for module_name in [each for each in list(sys.modules) if each not in others]:

@@ -44,7 +44,9 @@ def checked(drawn, tensors, **options) -> Problem:
     return Problem.checked(*tensors, **drawn.attend_options, **options)
 
 
-def check_drawn_problem(drawn, dtype):
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(problems())
+def check_drawn_problems(dtype, drawn):
     if drawn.talking is not None:
         return
     errors, budgets = {"out": 0.0, "lse": 0.0}, {"out": 0.0, "lse": 0.0}
@@ -65,17 +67,9 @@ def check_drawn_problem(drawn, dtype):
     raise AssertionError(f"{errors} exceed {budgets}")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "number"),
-    [
-        (torch.float32, 100),
-        *(pytest.param(dtype, 300, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16)),
-    ],
-    ids=str,
-)
-def test_drawn_problems_are_within_the_budget(uncompiled, dtype, number):
-    same = settings(max_examples=number, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    same(given(drawn=problems())(check_drawn_problem))(dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+def test_drawn_problems_are_within_the_budget(uncompiled, dtype):
+    check_drawn_problems(dtype)
 
 
 OPTIONS = {
