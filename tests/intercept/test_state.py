@@ -55,6 +55,9 @@ def a_model() -> nn.Module:
 X = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(4))
 
 
+LOADED = hw.watch, hw.gate, hw.accelerate  # a public name loads its modules at its first use
+
+
 def state_of(model: nn.Module) -> list:
     """Return all that interception may change: functions, hooks, attributes, random numbers and the session."""
     owners = [torch, F, checkpoint, attend, torch.Tensor, nn.Module, transformers.modeling_utils.AttentionInterface]

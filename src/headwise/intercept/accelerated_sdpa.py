@@ -260,6 +260,11 @@ class SDPACall(NamedTuple):
         """Queries, keys and values of the call."""
         return self[:3]
 
+    def cast(self, dtype: torch.dtype) -> "SDPACall":
+        """Return the call with queries, keys and values cast to `dtype`, as autocast does."""
+        q, k, v = (each.to(dtype) if each.dtype in AUTOCAST_DTYPES else each for each in self.tensors)
+        return self._replace(query=q, key=k, value=v)
+
     @property
     def needs_gradient(self) -> bool:
         """True if gradients are enabled, and queries, keys or values require a gradient."""
@@ -298,8 +303,7 @@ def _answer(call: SDPACall) -> Float[Tensor, "*batch queries value_dim"] | str:
         return UNUSUAL
     dtype = autocast_dtype(call.query.device)
     if dtype is not None:
-        q, k, v = (each.to(dtype) if each.dtype in AUTOCAST_DTYPES else each for each in call.tensors)
-        call = call._replace(query=q, key=k, value=v)
+        call = call.cast(dtype)
     reason = why_not(call)
     if reason is not None:
         return reason
@@ -363,7 +367,9 @@ def why_not(call: SDPACall) -> str | None:
 
 
 def why_not_supported(call: SDPACall) -> str | None:
-    """Compute the result of `why_not`, which caches it: the reason why torch must compute a call, or None."""
+    """Return the reason why torch must compute a call, or None, as `why_not` does, but without its cache. A compiler
+    reads this function.
+    """
     if not _has_usual_sizes(call):
         return SIZES
     if call.scale is not None and not 0 < call.scale < math.inf:

@@ -42,11 +42,9 @@ def compiled_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) ->
         call = SDPACall.of(*args, **kwargs)
         dtype = autocast_dtype(call.query.device)
         if dtype is not None:
-            q, k, v = (each.to(dtype) if each.dtype in AUTOCAST_DTYPES else each for each in call.tensors)
-            mask = call.attn_mask
-            if mask is not None and mask.dtype in AUTOCAST_DTYPES:
-                mask = mask.to(dtype)
-            call = call._replace(query=q, key=k, value=v, attn_mask=mask)
+            call = call.cast(dtype)
+            if call.attn_mask is not None and call.attn_mask.dtype in AUTOCAST_DTYPES:
+                call = call._replace(attn_mask=call.attn_mask.to(dtype))
         if _is_for_kernels(call):
             if call.attn_mask is None:
                 return native.run(problem_of(call, causal() if call.is_causal else None)).out

@@ -50,7 +50,7 @@ class LinearChoice(NamedTuple):
 
 class NativeRule(NamedTuple):
     """Rule that states when headwise's native kernel for few tokens computes a linear projection: for which numbers of
-    tokens and sizes of the weight. It also states the reason.
+    tokens and sizes of the weight. It also states why these limits were chosen.
 
     Attributes:
         rows: numbers of tokens; empty for no product.

@@ -76,9 +76,15 @@ class KernelInputs:
     def means(
         self, context: CallContext, has_projection: bool, has_softcap: bool, measured: frozenset[str] | None
     ) -> tuple[frozenset[str], "_Means"]:
-        """Return the names of the statistics that are missing in a call with this `context`, to which these inputs
-        belong, and which numbers of the kernels are averaged over rows for the others. `measured` has the names of the
-        wanted statistics; None means all.
+        """Return two values for the call that this object describes. The first is the names of the statistics that the
+        call does not have, or that are not wanted. The second states, for the other statistics, which results of the
+        kernels are averaged over which query rows.
+
+        Args:
+            context: tokens and padding of the call.
+            has_projection: True if the output projection of the heads is known.
+            has_softcap: True if the call has a softcap.
+            measured: names of the wanted statistics; None for all.
         """
         kind = has_projection, has_softcap, measured
         if kind not in self._means:

@@ -215,8 +215,8 @@ class Tally:
 
     @staticmethod
     def joined(tallies: "Sequence[Tally]") -> "Tally":
-        """Return a tally with the sequences of several tallies, which have the same statistics of equally many keys,
-        and no further ones.
+        """Return a tally with the sequences of several tallies, in their order. The tallies must have the same
+        statistics and the same number of keys, and no further statistics that a caller of `watch` has added.
         """
         first = tallies[0]
         return Tally(

@@ -8,6 +8,7 @@ compiled by `torch.compile`: the compiled code of the original function is used 
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType
 from typing import Any
@@ -34,8 +35,7 @@ class FunctionPatches(Patches):
     """
 
     def __init__(self, engines: Iterable[Engine]) -> None:
-        others: dict[tuple[Engine, ...], set[str]] = {}
-        super().__init__(lambda: _replacements(self.engines, others.setdefault(self.engines, set())))
+        super().__init__(lambda: _replacements(self.engines))
         self.engines = tuple(engines)
 
     def _replace(self, owner: FunctionType, name: str, function: Callable[..., Any]) -> None:
@@ -60,22 +60,24 @@ class FunctionPatches(Patches):
         owner.__code__ = code
 
 
-def _replacements(engines: tuple[Engine, ...], others: set[str]) -> Iterator[Replacement]:
-    """Yield each function of `engines` that a loaded module defines, a name, and the function that intercepts it. Names
-    of modules that define none of these are added to `others`, so that the thousands of loaded modules are searched
-    once.
-    """
+def _replacements(engines: tuple[Engine, ...]) -> Iterator[Replacement]:
+    """Yield each function of `engines` that a loaded module defines, a name, and the function that intercepts it."""
     seen: set[FunctionType] = set()
-    for module_name in [each for each in list(sys.modules) if each not in others]:
-        fitting = [engine for engine in engines if engine.is_module(module_name)]
-        if not fitting:
-            others.add(module_name)
-        for engine in fitting:
+    for module_name, module in list(sys.modules.items()):
+        for engine in _engines_in(module_name, engines):
             for name in engine.functions:
-                function = getattr(sys.modules.get(module_name), name, None)
+                function = getattr(module, name, None)
                 if isinstance(function, FunctionType) and function not in seen:
                     seen.add(function)
                     yield Replacement(function, GLOBAL_NAME.format(name), _intercepting(function, name, engine))
+
+
+@cache
+def _engines_in(module_name: str, engines: tuple[Engine, ...]) -> tuple[Engine, ...]:
+    """Return those of `engines` whose functions a module with this name may define. The result is cached, since
+    thousands of modules are loaded.
+    """
+    return tuple(engine for engine in engines if engine.is_module(module_name))
 
 
 def _intercepting(function: FunctionType, name: str, engine: Engine) -> Callable[..., Any]:

@@ -412,7 +412,7 @@ def _with_whole_blocks(
     matrix: Bool[Tensor, "#batch #heads rows #keys"], keys: int
 ) -> Bool[Tensor, "#batch #heads rows padded_keys"]:
     """Return a boolean matrix of the visible keys with False columns appended, so that the number of columns is a
-    multiple of the block size. An axis of size 1 is expanded to all `keys` first.
+    multiple of the block size. A matrix with one column is first repeated for all `keys`.
     """
     return F.pad(matrix.expand(-1, -1, -1, keys), (0, -keys % BLOCK))
 
