@@ -465,7 +465,7 @@ def test_modules_whose_projection_changes_between_two_calls_are_named(change, mo
         with hw.watch(model) as heads:
             model(x)
             change(model, monkeypatch)
-            model(x)
+            model(x[:, 1:])  # calls of the same size follow a plan, and contradict it
         return heads
 
     with pytest.warns(UserWarning, match=match):

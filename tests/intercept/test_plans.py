@@ -113,7 +113,7 @@ def traced(monkeypatch):
     def run(model, *calls, **options):
         with monkeypatch.context() as patch:
             patch.setattr(plans.PlanKey, "plans", lambda key: [])
-            patch.setattr(plans.PlanKey, "store", lambda key, plan: None)
+            patch.setattr(plans.PlanKey, "store", lambda key, plan, is_confirmed: None)
             return watched(model, *calls, **options)
 
     return run
@@ -136,14 +136,14 @@ def test_plain_models_have_the_same_rows_with_a_plan(training, followed, traced)
     model = Model().train(training)
     calls = [lambda model, seed=seed: model(inputs(seed=seed)) for seed in range(4)]
     require_equal(watched(model, *calls), traced(model, *calls))
-    assert len(followed) == 2
+    assert len(followed) == 3
 
 
 def test_calls_with_the_sizes_of_a_traced_call_follow_its_plan(followed, traced):
     model = Model()
     calls = [lambda model, n=n: model(inputs(length=n)) for n in (5, 9, 5, 9, 5, 7, 9, 1, 1, 1)]
     require_equal(watched(model, *calls), traced(model, *calls))
-    assert len(followed) == 3
+    assert len(followed) == 6
 
 
 def test_gates_of_calls_with_a_plan_change_the_same_heads(followed):
@@ -154,13 +154,13 @@ def test_gates_of_calls_with_a_plan_change_the_same_heads(followed):
         with hw.gate(model, {("layers.1", 2): gate, (0, 1): 0.0}):
             out = model(x)
         results.append((out.detach(), torch.autograd.grad(out.square().sum(), gate)[0]))
-    assert len(followed) == 2
+    assert len(followed) == 3
     for out, gradient in results[1:]:
         torch.testing.assert_close(out, results[0][0])
         torch.testing.assert_close(gradient, results[0][1])
     with torch.no_grad(), hw.gate(model, {(0, 1): 0.0}), hw.watch(model) as heads:
         outputs = [model(x) for _ in range(4)]
-    assert len(followed) == 4
+    assert len(followed) == 6
     torch.testing.assert_close(outputs[0], outputs[-1])
     assert len(heads.rows()) == 6
 
@@ -388,6 +388,34 @@ def test_arguments_that_are_no_tensors_are_compared_by_value(name, monkeypatch, 
             results.append(run(own, *3 * [call]))
     require_equal(results[1], results[3])
     assert all("distance" not in row for row in results[1][0][0])
+
+
+class WithTable(Attention):
+    """Attention with a table of the visible keys, which follows from no input, and may be kept outside of the module."""
+
+    tables: dict = {}
+    keeps = False
+
+    def forward(self, x, memory=None):
+        """Return the output."""
+        q, k, v = (layer(x).unflatten(-1, (3, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        table = self.tables.get(x.shape[1])
+        if table is None:
+            places = torch.arange(x.shape[1])
+            table = (places[:, None] - places).abs() < 3
+        if self.keeps:
+            self.tables[x.shape[1]] = table
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, attn_mask=table).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_the_first_call_of_a_model_keeps_contradicts_no_plan(keeps, followed, traced, monkeypatch):
+    monkeypatch.setattr(WithTable, "keeps", keeps)
+    monkeypatch.setattr(WithTable, "tables", {})
+    model = nn.Sequential(Attention(), WithTable())
+    calls = 4 * [lambda model: model(inputs())]
+    require_equal(watched(model, *calls), traced(copy.deepcopy(model), *calls))
+    assert len(followed) == 2
 
 
 def test_few_plans_are_kept_of_models_that_change_in_every_call():

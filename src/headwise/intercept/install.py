@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import InputError
 from headwise.intercept.adapters.all_adapters import function_patches
@@ -128,9 +129,10 @@ class HooksAndPatches:
             if not self._depth:
                 with ExitStack() as stack:
                     stack.enter_context(function_patches)
+                    handles: list[RemovableHandle] = []
+                    stack.callback(_remove, handles)
                     for hooks in self._hooks:
-                        for handle in hooks.register():
-                            stack.callback(handle.remove)
+                        handles.extend(hooks.register())
                     self._installed = stack.pop_all()
             self._depth += 1
 
@@ -139,6 +141,12 @@ class HooksAndPatches:
             self._depth -= 1
             if not self._depth:
                 self._installed.close()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    """Remove hooks from their modules."""
+    for handle in handles:
+        handle.remove()
 
 
 _OF_ATTENTION = re.compile(r"softm|attention|attn|scaled_dot|sdpa|exp\b|exp2|exp_|flex", re.IGNORECASE)

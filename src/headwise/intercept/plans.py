@@ -2,9 +2,10 @@
 
 A call of a model is traced: a torch function mode follows every tensor from the inputs to attention, and from there to
 the output projection. If functions that state their heads compute all attention of the model, the derived facts are
-kept as a `Plan`, with the steps of the call: which function the model called, with which earlier results. A second
-traced call with the same steps confirms the plan. A later call follows it. Its mode derives nothing, but compares each
-step with the plan, so that the same facts hold. Mask, padding and token ids are read in every call.
+kept as a `Plan`, with the steps of the call: which function the model called, with which earlier results. If the model
+has computed tensors after attention that depend on none of its inputs, it may keep them for later calls, and a second
+traced call with the same steps has to confirm the plan. A later call follows it. Its mode derives nothing, but compares
+each step with the plan, so that the same facts hold. Mask, padding and token ids are read in every call.
 
 If a step differs before the model has attended, another plan may state it; otherwise the call is traced from there. If
 a step differs later, the modules that attend in this call are left out by name.
@@ -36,7 +37,7 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.interceptor import InputSources, SiteKey
-from headwise.intercept.trace.functions import READINGS
+from headwise.intercept.trace.functions import READINGS, tensors_among
 from headwise.intercept.trace.tokens import ComparedTokens, LinearMapCall, NumberedTokens
 from headwise.intercept.unreadable_tensors import has_no_numbers
 from headwise.shapes import Int
@@ -276,9 +277,9 @@ class Plan(NamedTuple):
 
 
 _PLANS: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[tuple[Plan, bool]] | None]] = WeakKeyDictionary()
-"""Plans of each model, by the kind of its calls, with True if a second call has confirmed the plan. There are several
-for one kind if its calls take different steps, as with padding or without. There is None in place of them if a call has
-contradicted a plan after it attended.
+"""Plans of each model, by the kind of its calls, with True if the plan is confirmed. There are several for one kind if
+its calls take different steps, as with padding or without. There is None in place of them if a call has contradicted a
+plan after it attended.
 """
 
 
@@ -318,14 +319,14 @@ class PlanKey(NamedTuple):
             known[:] = [each for each in known if all(parameter() is not None for parameter in each[0].parameters)]
         return [plan for plan, is_confirmed in known or () if is_confirmed]
 
-    def store(self, plan: Plan) -> None:
-        """Store a new plan. It is followed once a second traced call has given the same: the first call of a model may
-        fill caches.
+    def store(self, plan: Plan, *, is_confirmed: bool) -> None:
+        """Store a new plan. If it is not confirmed, because the call may have computed tensors that the model keeps for
+        later calls, the plan is followed once a second traced call has given the same.
         """
         of_model = _PLANS.setdefault(self.model, OrderedDict())
         plans = of_model.setdefault(self.kind, [])
         if plans is not None:
-            is_confirmed = any((each.steps, each.calls) == (plan.steps, plan.calls) for each, _ in plans)
+            is_confirmed |= any((each.steps, each.calls) == (plan.steps, plan.calls) for each, _ in plans)
             others = [(each, was) for each, was in plans if each.steps != plan.steps]
             plans[:] = [(plan, is_confirmed), *others[: MOST_VARIANTS - 1]]
         if len(of_model) > MOST_KINDS:
@@ -358,9 +359,9 @@ def _add_kind(value: Any, kinds: list[Hashable], numbers: dict[int, int]) -> boo
 
 class ModuleStates:
     """Reader of those attributes of a model's modules that most often decide how they attend: the training mode,
-    numbers, flags and names, also in the configurations of models of `transformers`, the numbers of hooks, and if the
-    method `forward` of an object is replaced. Calls in another state have plans of their own. Whatever else changes
-    what a model computes is seen in its steps.
+    numbers, flags and names, also in the configurations of models of `transformers`, the numbers of hooks, the identity
+    of modules and parameters, and if the method `forward` of an object is replaced. Calls in another state have plans
+    of their own. Whatever else changes what a model computes is seen in its steps.
 
     Attributes:
         model: the model.
@@ -375,6 +376,7 @@ class ModuleStates:
         configs = {id(each): each for module in modules if (each := vars(module).get("config")) is not None}
         self._attributes += [(vars(each), [*vars(each)]) for each in configs.values() if hasattr(each, "__dict__")]
         self._sized: list[Sized] = [*hooks, *(attributes for attributes, _ in self._attributes)]
+        self._members = [members for each in modules for members in (each._modules, each._parameters) if members]
         self._latest: tuple[list[Any], Hashable] = [], None
 
     def read(self) -> Hashable:
@@ -386,10 +388,11 @@ class ModuleStates:
         ]
         values += [len(each) for each in self._sized]
         values += ["forward" in each for each in self._vars]
+        members: list[Any] = [member for each in self._members for member in each.values()]
         latest, state = self._latest
-        if len(latest) != len(values) or not all(map(is_, values, latest)):
-            state = tuple(values)
-            self._latest = values, state
+        if len(latest) != len(values) + len(members) or not all(map(is_, [*values, *members], latest)):
+            state = *values, *map(id, members)
+            self._latest = [*values, *members], state
         return state
 
     def identities(self) -> list[int]:
@@ -424,7 +427,7 @@ class Recording:
         self._steps, self._so_far, self._ran = steps, list(so_far), set(ran)
         self._calls: list[PlannedCall | None] = []
         self._weights: list[list[list[ref[Tensor]]]] = []
-        self._has_failed = False
+        self._has_failed = self._may_be_kept = False
 
     def fail(self) -> None:
         """Record that there is no plan for this call: some of its attention must be followed through all functions."""
@@ -442,10 +445,17 @@ class Recording:
         if not self._has_failed:
             self._so_far.append(self._steps.of(function, args, kwargs))
 
-    def on_result(self, result: Any) -> None:
-        """Record the result of the function."""
-        if not self._has_failed:
-            self._steps.add_results(result)
+    def on_result(self, result: Any, is_of_input: Callable[[Tensor], bool]) -> None:
+        """Record the result of the function. If the model has attended, and the result follows from no input, as a mask
+        made of sizes, the model may keep it, and then takes other steps in later calls. A result that the model has
+        computed twice in this call is not kept.
+        """
+        if self._has_failed:
+            return
+        self._steps.add_results(result)
+        if self._calls and not self._may_be_kept and not all(map(is_of_input, tensors_among((result,)))):
+            *earlier, step = self._so_far
+            self._may_be_kept = step not in earlier
 
     def on_replaced(self, tensor: Tensor, other: Tensor) -> None:
         """Record that interceptors have put `tensor` in the place of another one that the model computed."""
@@ -481,7 +491,8 @@ class Recording:
         names = [call.site.path.split(".") for call in calls]
         around = frozenset(".".join(each[:depth]) for each in names for depth in range(len(each) + 1))
         parameters = list(self._steps.parameters.values())
-        self._key.store(Plan(self._so_far, calls, around, frozenset(self._ran - around), parameters))
+        plan = Plan(self._so_far, calls, around, frozenset(self._ran - around), parameters)
+        self._key.store(plan, is_confirmed=not self._may_be_kept)
 
 
 class LoggedFunction(NamedTuple):

@@ -117,6 +117,17 @@ class SiteRecord:
             if self._discarded.isdisjoint((name, name.partition(" ")[0]))
         }
 
+    def are_without_rows(self) -> list[bool]:
+        """Return for each head if none of its queries, in all observed sequences, attends to a key; an empty list if no
+        statistic shows this.
+        """
+        tallies = [call.tally for call in (*self._finished, *self._latest.values())]
+        counts = [tally.counts()["entropy"].sum(0) for tally in tallies if "entropy" in tally.mean_names]
+        counts += [self.completed["entropy"].count] if "entropy" in self.completed else []
+        if not counts or "entropy" in self._discarded:
+            return []
+        return [not any(of_head) for of_head in zip(*(each.tolist() for each in counts), strict=True)]
+
     def latest_tallies(self) -> list[Tally]:
         """Return the sums of statistics over the query rows of this site's latest attention calls. There are several if
         the module attends several times in one call of the model. Calls that continue each other, as in generation,
@@ -413,7 +424,6 @@ class SiteRegistry(Interceptor):
         that all its keys count as hidden.
         """
         for record in self.records:
-            entropy = record.statistics.get("entropy")
-            is_empty = [] if entropy is None else (entropy.count == 0).tolist()
+            is_empty = record.are_without_rows()
             if any(is_empty) and not all(is_empty):
                 yield record, ", ".join(str(head) for head, is_without in enumerate(is_empty) if is_without)

@@ -28,7 +28,7 @@ class StatedPadding:
 
     def __init__(self, padding: Any, model: nn.Module) -> None:
         by_path = padding if isinstance(padding, Mapping) else {} if padding is None else {None: padding}
-        paths = {path for path, _ in model.named_modules()}
+        paths = {path for path, _ in model.named_modules()} if by_path else set()
         for path, real in by_path.items():
             if not isinstance(real, Tensor) or real.ndim != 2 or bool(((real != 0) & (real != 1)).any()):
                 got = f"{tuple(real.shape)}" if isinstance(real, Tensor) else type(real).__name__

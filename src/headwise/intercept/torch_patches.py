@@ -63,7 +63,7 @@ def _recorded_call(session: Session, func: Any, args: tuple[Any, ...], kwargs: d
         return _traced(func, args, kwargs)
     recording.on_function(torchs_own(func), args, kwargs)
     result = _traced(func, args, kwargs)
-    recording.on_result(result)
+    recording.on_result(result, session.lineage.is_of_input)
     return result
 
 

@@ -90,7 +90,7 @@ def _is_default(value: Any, default: Any) -> bool:
     return bool(value == default) or not (value or default)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Engine:
     """Attention functions of one library.
 

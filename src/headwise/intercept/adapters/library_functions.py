@@ -63,21 +63,31 @@ class FunctionPatches(Patches):
 def _replacements(engines: tuple[Engine, ...]) -> Iterator[Replacement]:
     """Yield each function of `engines` that a loaded module defines, a name, and the function that intercepts it."""
     seen: set[FunctionType] = set()
-    for module_name, module in list(sys.modules.items()):
-        for engine in _engines_in(module_name, engines):
-            for name in engine.functions:
-                function = getattr(module, name, None)
-                if isinstance(function, FunctionType) and function not in seen:
-                    seen.add(function)
-                    yield Replacement(function, GLOBAL_NAME.format(name), _intercepting(function, name, engine))
+    for module_name, engine in _searched_modules(engines):
+        for name in engine.functions:
+            function = getattr(sys.modules.get(module_name), name, None)
+            if isinstance(function, FunctionType) and function not in seen:
+                seen.add(function)
+                yield Replacement(function, GLOBAL_NAME.format(name), _intercepting(function, name, engine))
+
+
+def _searched_modules(engines: tuple[Engine, ...]) -> list[tuple[str, Engine]]:
+    """Return the names of the modules, loaded now or earlier, that may define functions of `engines`, each with its
+    engine. Thousands of modules are loaded, so each name is read once.
+    """
+    known, found = _search_of(engines)
+    for name in sys.modules.keys() - known:
+        known.add(name)
+        found.extend((name, engine) for engine in engines if engine.is_module(name))
+    return found
 
 
 @cache
-def _engines_in(module_name: str, engines: tuple[Engine, ...]) -> tuple[Engine, ...]:
-    """Return those of `engines` whose functions a module with this name may define. The result is cached, since
-    thousands of modules are loaded.
+def _search_of(engines: tuple[Engine, ...]) -> tuple[set[str], list[tuple[str, Engine]]]:
+    """Return what a search for `engines` has found so far, at first nothing: the names of modules that were read, and
+    those that may define functions, each with its engine.
     """
-    return tuple(engine for engine in engines if engine.is_module(module_name))
+    return set(), []
 
 
 def _intercepting(function: FunctionType, name: str, engine: Engine) -> Callable[..., Any]:

@@ -244,6 +244,13 @@ class Lineage:
         self.set(tensor, Origin(joined=bit))
         return Origin(joined=bit)
 
+    def is_of_input(self, tensor: Tensor) -> bool:
+        """Return True if it is known that a tensor depends on an input of the model, and not on its parameters, buffers
+        and tensors from outside of the call alone.
+        """
+        origin = self._origins.get(tensor)
+        return origin is not None and bool(origin.sources & ~self.state & ~self.outside)
+
     def is_known(self, tensor: Tensor) -> bool:
         """Return True if the origin (sources) of a tensor is recorded in this call of the model."""
         return self._origins.get(tensor) is not None
