@@ -5,6 +5,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -391,9 +392,9 @@ def test_arguments_that_are_no_tensors_are_compared_by_value(name, monkeypatch, 
 
 
 class WithTable(Attention):
-    """Attention with a table of the visible keys, which follows from no input, and may be kept outside of the module."""
+    """Attention with a table of the visible keys, which follows from no input, and may be kept for later calls."""
 
-    tables: dict = {}
+    tables: ClassVar[dict] = {}
     keeps = False
 
     def forward(self, x, memory=None):
