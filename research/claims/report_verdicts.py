@@ -18,8 +18,9 @@ def figures(results: Results) -> dict[str, str]:
     different, devices = verdicts["different"], verdicts["parallel"]["devices"]
     return {
         "different": (
-            f"of {different['of']} settings and published models, heads are farther apart than equally sharp untrained "
-            f"ones in {different['farther']}, closer together in {different['closer']}"
+            f"in {different['farther']} of {different['of']} settings and published models, the heads of a layer are "
+            "farther apart than those of untrained models whose attention is equally sharp; in "
+            f"{different['closer']}, they are closer together"
         ),
         "capacity": f"one head is significantly worse than the best number in {_count(verdicts['capacity'])}",
         "parallel": "; ".join(_device(name, row) for name, row in devices.items()) or "no times were taken",
@@ -42,8 +43,11 @@ def _count(verdict: Any) -> str:
 
 
 def _grades(verdict: Any) -> str:
-    counts = [f"{grade} in {verdict['settings by grade'][grade].get('8', 0)}" for grade in ("good", "bad", "open")]
-    return f"8 heads are {counts[0]} of {verdict['of']} settings, {counts[1]} and {counts[2]}"
+    good, bad, undecided = (verdict["settings by grade"][grade].get("8", 0) for grade in ("good", "bad", "open"))
+    return (
+        f"the loss with 8 heads is within 1 % of that with the best number of heads in {good} of {verdict['of']} "
+        f"settings, and not in {bad} (undecided: {undecided})"
+    )
 
 
 def _device(name: str, row: Any) -> str:
@@ -104,7 +108,7 @@ def five_sentences(results: Results) -> list[str]:
     good = results.verdicts["eight"]["settings by grade"]["good"]
     most = max(good.values(), default=0)
     leaders = _listed([heads for heads, number in good.items() if number == most])
-    best = f", and {leaders} heads are good in the most, {most}" if most else ""
+    best = f"; {leaders} heads are within 1 % in the most settings, {most}" if most else ""
     return [
         f"1. {claims['different']}: {found['different']}.",
         f"2. {claims['capacity']}: at equal parameters, {found['capacity']}.",

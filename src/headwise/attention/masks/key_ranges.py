@@ -83,9 +83,9 @@ class VisibleKeys:
     grid: Grid
 
     @property
-    def stores_matrix(self) -> bool:
-        """True if no boolean matrix has to be computed. That is the case if ranges state all visible keys, or if the
-        only further mask is stored as a matrix.
+    def needs_no_evaluation(self) -> bool:
+        """True if no mask has to be evaluated: the ranges state all visible keys, or the only further mask is stored as
+        a boolean matrix.
         """
         # torch cannot compile a truth test of a tuple.
         return len(self.others) == 0 or (len(self.others) == 1 and isinstance(self.others[0], Dense))
@@ -96,7 +96,7 @@ class VisibleKeys:
         evaluated, or the whole one is small enough. While compiling, also return None if the size is unknown.
         """
         grid, queries = self.grid, self.grid.queries
-        if self.stores_matrix or not known_to_be_true(grid.batch * grid.heads * queries * grid.keys > MATRIX_ELEMENTS):
+        if self.needs_no_evaluation or not known_to_be_true(grid.batch * grid.heads * queries * grid.keys > MATRIX_ELEMENTS):
             return None
         batch, heads, rows, keys = self.evaluate(range(min(2, queries)), None).shape
         if rows == 1 or not known_to_be_true(batch * heads * queries * keys > MATRIX_ELEMENTS):
@@ -126,7 +126,7 @@ class VisibleKeys:
         """
         if len(self.others) == 0:
             return None
-        if self.stores_matrix:
+        if self.needs_no_evaluation:
             return unexpanded(self.others[0].block(self.grid))
         if not _can_evaluate(self.grid):
             return self.evaluate(None, None)
