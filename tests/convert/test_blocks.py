@@ -269,6 +269,10 @@ def pruned(block):
             lambda: block_with("llama, biases", v_proj=nn.Linear(48, 20, bias=False)),
             "block: expected biases of query, key and value, all three or none, got a difference in v_proj.bias",
         ),
+        (
+            lambda: block_with("phi, norms", q_layernorm=nn.ModuleList([nn.LayerNorm(8) for _ in range(6)])),
+            "block: expected norms of queries and keys with one weight each, got ModuleList",
+        ),
         (lambda: pruned(tiny("llama")[1][0]), "block: expected a plain Linear for q_proj, got Linear with weight_orig"),
         (
             lambda: block_with("llama", k_proj=nn.Linear(48, 20, bias=False).double()),

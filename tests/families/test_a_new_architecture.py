@@ -1,5 +1,7 @@
 """An architecture of your own: one record, and it is converted, has heads removed, and gets its row in the docs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.nn import functional as F
 import headwise as hw
 from headwise.families import registry
 from headwise.families.registry import Family, head_module
+from headwise.monitoring.head_slices import head_slices
 from headwise.removal.remove_heads import remove_heads
 from research.tables.families import HEADERS, REPORT, Residual, row
 
@@ -75,6 +78,15 @@ def test_removed_heads_equal_gates_of_0(model):
     remove_heads(model, {path: head_module(model, path).kept(heads) for path, heads in kept.items()})
     assert (model[1].num_heads, model[1].num_kv_heads, model[1].mix.in_features) == (2, 2, 22)
     torch.testing.assert_close(model(X), expected, rtol=0, atol=1e-12)
+
+
+def test_logits_are_not_clipped_if_the_record_names_norms(model, monkeypatch):
+    assert len(head_slices(model, "0")) == 6
+    monkeypatch.setattr(registry, "FAMILIES", (replace(TOY, qk_norms=("levels",)),))
+    model[0].levels = nn.ModuleList([nn.LayerNorm(11) for _ in range(6)])
+    with pytest.raises(hw.InputError, match="^model: expected attention modules whose logits scale .* the norm levels"):
+        head_slices(model, "0")
+    assert len(head_slices(model, "1")) == 6
 
 
 def test_it_has_a_row_in_the_docs(model):

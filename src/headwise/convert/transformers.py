@@ -178,6 +178,9 @@ def _qk_norm(family: Family, attention: nn.Module, head_dim: int) -> QKNorm | No
     norm: Any = next(iter(family.norms(attention)), None)
     if norm is None:
         return None
+    if not isinstance(getattr(norm, "weight", None), Tensor):  # such as a list with a norm for each head
+        expected = "norms of queries and keys with one weight each"
+        raise InputError("block", expected=expected, got=type(norm).__name__)
     over: Literal["head", "heads"] = "head" if norm.weight.shape[0] == head_dim else "heads"
     if isinstance(norm, nn.LayerNorm):
         return QKNorm("layer", over, norm.eps)

@@ -41,8 +41,10 @@ class Family:
         positions: position scheme: embeddings that are added before the first layer; rotation of all features of a
             head, or of the first ones, in which feature i and feature i plus half of their number form a pair; a bias
             that the first module of a stack computes for the others; or an option of each module.
-        config_fields: field of the configuration for each of "heads", "kv_heads" and "head_dim" that states this number
-            alone; empty if a configuration cannot state other numbers of heads.
+        config_fields: field of the configuration for each of "heads", "kv_heads" and "head_dim" that states this
+            number; without "kv_heads", key/value heads cannot be merged. After a removal, the fields are set only if
+            `transformers` then makes a model of the same shapes. So a field may also change other sizes: the number of
+            heads of GPT-2 changes their width, and removed heads are recorded instead.
         reads_config: True if a module reads the number of heads from the configuration of all layers.
         why_not_removed: reason why no heads can be removed; None if they can.
         is_converted: True if `from_transformers` converts the modules to headwise's layer.
@@ -82,8 +84,9 @@ class Family:
         return "kv_heads" in self.config_fields and self.why_not_removed is None
 
     def head_dependence(self, module: Any) -> str | None:
-        """Return the name of an option of the module that makes a head's output depend on other heads or on their
-        number. Heads of such a module cannot be removed. Return None if there is no such option.
+        """Return the name of an option of the module because of which its heads cannot be removed: the option makes a
+        head's output depend on other heads or on their number, or has parameters of single heads that no field of the
+        record names. Circuits and merging refuse such a module, too. Return None if there is no such option.
         """
         return self.why_not_removed
 

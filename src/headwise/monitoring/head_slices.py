@@ -111,10 +111,13 @@ def _why_not(module: Any) -> str | None:
     has_bias = isinstance(module, MultiHeadAttention) and type(module.position_bias) not in (type(None), ALiBi)
     if has_bias or hasattr(module, "has_relative_attention_bias"):
         return "a position bias, which may be positive and does not scale with them,"
-    if isinstance(family_of(module), LatentFamily):
+    family = family_of(module)
+    if isinstance(family, LatentFamily):
         return None  # its norms are of the latents, in front of the projections into heads
-    norms = (name for name, part in module.named_modules() if is_norm(part))
-    norm = next((name for name in norms if name.rpartition(".")[2].startswith(("q", "k"))), None)
+    stated = () if family is None else family.qk_norms
+    parts = module.named_modules()
+    found = (name for name, part in parts if is_norm(part) and name.rpartition(".")[2].startswith(("q", "k")))
+    norm = next((name for name in stated if getattr(module, name, None) is not None), None) or next(found, None)
     return f"the norm {norm}, which undoes a factor of the projection before it," if norm else None
 
 
