@@ -57,5 +57,7 @@ def statistics_of_sequences(weights, outs=None, projection=None, **options):
 
 
 def require_rows(heads, weights, outs=None, without=frozenset()):
-    """Compare the rows of `watch` with the statistics of weights of several sequences."""
+    """Compare the rows of `watch` with the statistics of weights of several sequences. `output_norm` is compared if
+    outputs are passed. `written_norm`, `max_logit` and `max_logit_uncapped` are not compared.
+    """
     require_statistics(heads.rows(), statistics_of_sequences(weights, outs), without=without, tolerance=1e-9)

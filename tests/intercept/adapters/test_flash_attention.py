@@ -7,11 +7,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from engine_model import DIM, HEADS, WIDTH, EngineAttention, model_of, require_rows
+from engine_model import DIM, HEADS, WIDTH, EngineAttention, model_of, require_rows, statistics_of_sequences
 from flash_attn_stand_in import one_sequence
 from torch import nn
 
 import headwise as hw
+from sequences_alone import require_statistics
 
 OPTIONS = {
     "plain": {},
@@ -460,13 +461,18 @@ def test_positions_of_gates_are_those_within_packed_sequences(flash_attn):
 
 def test_training_is_monitored(flash_attn):
     model, x = model_of(flash_attn.flash_attn_func), torch.randn(2, 7, WIDTH).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=1e-3), []
     with hw.monitor(model, every=1) as monitor:
         for _ in range(2):
+            with torch.no_grad():
+                found = [of_one(*tensors, {"causal": True}) for tensors in zip(*model[0].split(x), strict=True)]
+            expected += statistics_of_sequences([each[1] for each in found], [each[0] for each in found])
             model[0](x, causal=True).square().sum().backward()
             optimizer.step()
             monitor.step()
-    assert {row["head"] for row in monitor.history.rows()} == set(range(HEADS))
+    names = ("entropy", "first", "output_norm")
+    expected = [{name: row[name] for name in names} for row in expected]
+    require_statistics(monitor.history.rows(), expected, tolerance=1e-9)
 
 
 def test_the_example_of_the_page_runs_with_a_stand_in(flash_attn, monkeypatch):

@@ -97,7 +97,8 @@ class Engine:
     Attributes:
         modules: names of the modules that define the functions. A name without a dot also stands for modules of other
             packages whose last name is the same.
-        functions: names of the functions.
+        functions: names of the functions. They are intercepted if they are Python functions: no other callable object
+            is, such as an operator of `torch.library`, a `functools.partial` or a function in C.
         read: function that reads a call: it receives the function's name and the arguments, and returns an
             `AttentionCall`. If the queries have three axes, the heads are in the axis of the batch, which later
             functions of the model show. `read` is called after the engine has computed its output. It raises
@@ -173,7 +174,8 @@ Lengths = Int[Tensor, " _"]
 
 def band(left: int | None, right: int | None) -> Mask | None:
     """Return the mask by which a query attends to at most `left` keys before its own and `right` keys after it. None
-    stands for any number. Return None if the mask hides nothing.
+    stands for any number. If a library writes -1 for any number, pass None: -1 hides the query's own key. Return None
+    if the mask hides nothing.
     """
     if left is None and right is None:
         return None
@@ -182,7 +184,7 @@ def band(left: int | None, right: int | None) -> Mask | None:
 
 def alibi_bias(slopes: Float[Tensor, "..."], grid: Grid) -> Float[Tensor, "#batch heads queries keys"]:
     """Return the bias of ALiBi for slopes of the heads, `(heads,)` or `(batch, heads)`: minus the slope times the
-    distance between query and key (Press et al. 2022).
+    distance between query and key (Press et al. 2022). It is computed in the dtype of the slopes: bfloat16 rounds it.
     """
     of_queries = torch.arange(grid.queries, device=grid.device) + grid.offset
     distances = (of_queries[:, None] - torch.arange(grid.keys, device=grid.device)).abs()
