@@ -12,9 +12,9 @@ a step differs later, the modules that attend in this call are left out by name.
 
 A plan is followed only by calls with the same
 
-- module that is called, and state of its modules (`ModuleStates`): the modules and parameters themselves; training mode;
-  numbers, flags and names among their attributes and in their configurations; the number of their hooks; methods
-  `forward` of single objects;
+- module that is called, and state of its modules (`ModuleStates`): the modules and parameters themselves, training
+  mode, numbers, flags and names among their attributes and in their configurations, the number of their hooks, and
+  methods `forward` of single objects;
 - names, kinds and sizes of the arguments, the numbers and strings among them, and the same tensors in two places;
 - gradient mode, inference mode, autocast, and number of torch function modes (`PlanKey`);
 - interception: one model, nothing stated by the user, and interceptors that change outputs or only observe.

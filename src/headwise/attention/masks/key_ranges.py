@@ -96,7 +96,8 @@ class VisibleKeys:
         evaluated, or the whole one is small enough. While compiling, also return None if the size is unknown.
         """
         grid, queries = self.grid, self.grid.queries
-        if self.needs_no_evaluation or not known_to_be_true(grid.batch * grid.heads * queries * grid.keys > MATRIX_ELEMENTS):
+        elements = grid.batch * grid.heads * queries * grid.keys
+        if self.needs_no_evaluation or not known_to_be_true(elements > MATRIX_ELEMENTS):
             return None
         batch, heads, rows, keys = self.evaluate(range(min(2, queries)), None).shape
         if rows == 1 or not known_to_be_true(batch * heads * queries * keys > MATRIX_ELEMENTS):

@@ -174,9 +174,9 @@ Lengths = Int[Tensor, " _"]
 
 def band(left: int | None, right: int | None) -> Mask | None:
     """Return the mask by which a query attends to at most `left` keys before its own and `right` keys after it. None
-    stands for any number. If a library writes -1 for any number, pass None: -1 hides the query's own key. Return None
-    if the mask hides nothing.
+    and -1 stand for any number. Return None if the mask hides nothing.
     """
+    left, right = (None if side is None or side < 0 else int(side) for side in (left, right))
     if left is None and right is None:
         return None
     return Band(None if left is None else left + 1, MAX_DISTANCE if right is None else right)
@@ -184,11 +184,12 @@ def band(left: int | None, right: int | None) -> Mask | None:
 
 def alibi_bias(slopes: Float[Tensor, "..."], grid: Grid) -> Float[Tensor, "#batch heads queries keys"]:
     """Return the bias of ALiBi for slopes of the heads, `(heads,)` or `(batch, heads)`: minus the slope times the
-    distance between query and key (Press et al. 2022). It is computed in the dtype of the slopes: bfloat16 rounds it.
+    distance between query and key (Press et al. 2022), at least in float32.
     """
     of_queries = torch.arange(grid.queries, device=grid.device) + grid.offset
     distances = (of_queries[:, None] - torch.arange(grid.keys, device=grid.device)).abs()
-    slopes = slopes.detach()[None] if slopes.ndim == 1 else slopes.detach()
+    slopes = slopes.detach().to(torch.promote_types(slopes.dtype, torch.float32))
+    slopes = slopes[None] if slopes.ndim == 1 else slopes
     return -slopes[..., None, None] * distances
 
 

@@ -64,7 +64,7 @@ def _mask(arguments: Arguments) -> Mask | None:
     window = arguments.take("window_size") or (-1, -1)
     if any(side is not None and side < -1 for side in window):
         raise UnreadableCall(f"with window_size={window}")
-    left, right = (None if side is None or side < 0 else int(side) for side in window)
+    left, right = window
     return band(left, 0 if arguments.take("causal") else right)
 
 

@@ -11,7 +11,7 @@ def read(name: str, arguments: Arguments) -> AttentionCall:
     q, k, v = (arguments.take(each) for each in ("query", "key", "value"))
     cumulative = [arguments.take(each) for each in ("cu_seq_q", "cu_seq_k")]
     used, table = arguments.take("seqused_k"), arguments.take("block_table")
-    left, right = (None if side is None or side < 0 else side for side in arguments.take("window_size", (-1, -1)))
+    left, right = arguments.take("window_size", (-1, -1))
     mask = band(left, 0 if arguments.take("is_causal") else right)
     of_queries, pages = lengths_of("cu_seq_q", cumulative[0], None, q), None
     if table is not None:
