@@ -30,11 +30,11 @@ def mean_reach(model, dataset, *, out: str | Path | None = None, force=False, pr
         values = {}
         for record in heads.records:
             (tally,) = record.latest_tallies()  # there are several of a module that attends several times
-            values[record.site] = {"reach": tally.means()["distance"].double() - 1}
+            values[record.site] = {"reach": tally.means()["distance"].double().cpu() - 1}
         return heads.records, values
 
     def make_table(registry, values, metadata):
-        rows, documents = [], documents_of(dataset)
+        rows, documents = [], documents_of(data.dataset)
         for record, labels in registry.head_labels():
             of_head = values[record.site]["reach"][:, labels["head"]].tolist()
             rows.append(HeadRow(**labels, statistics={"reach": MeanEstimate.of(of_head, documents)}))

@@ -104,7 +104,11 @@ PASSES = {
         continuation="forced", out=out,
     ),
 }  # fmt: skip
-"""Analyses of a model over data, `(model, dataset, out=None)`. Those with prompts of their own ignore the data."""
+"""Analyses of a model over data, `(model, dataset, out=None)`. Those with prompts of their own ignore the data.
+
+The model is a causal decoder, and batches have no padding. For an analysis of encoders, set `self_attn.is_causal` to
+False in each of `model.model.layers`.
+"""
 
 OWN_DATA = {"in_context_score", "dependency_accuracy", "name_movers", "retrieval_score"}
 """Analyses that choose or make their own data."""

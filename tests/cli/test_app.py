@@ -40,7 +40,9 @@ TABLES = {
 """Commands that run on the tiny decoder, with the class of the table that they save."""
 
 WITH_OTHER_INPUTS = {"retrieval", "name-movers", "dependencies", "localize", "monitor"}
-"""Commands that need other words, a treebank or a monitored training, or write a file. Tests of their own run them."""
+"""Commands that need another model, other words, a treebank or a monitored training, or write a file. Tests of their
+own run them.
+"""
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
 

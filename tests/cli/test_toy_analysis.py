@@ -33,6 +33,16 @@ def test_the_command_runs_the_analysis(command, headwise, folder, tmp_path):
     assert "An interrupted run resumes" in " ".join(out.split())
 
 
+def test_standard_errors_are_clustered_by_the_documents_that_the_model_reads():
+    """A document is cut at the length limit of the model, which `Texts` alone do not know."""
+    model, dataset = tiny.model("decoder"), hw.Texts(tiny.texts(300, 20), tiny.tokenizer("decoder"), documents="cut")
+    table, expected = toy_analysis.mean_reach(model, dataset), hw.profile(model, dataset, repeats=False)
+    assert table.metadata["measured"]["sequences"] == 4
+    for row, of_profile in zip(table.rows, expected.rows, strict=True):
+        assert row.statistics["reach"].n == 2
+        assert row.statistics["reach"].sem == pytest.approx(of_profile.statistics["distance"].sem, abs=1e-6)
+
+
 def test_the_table_is_tested_drawn_and_shown_on_a_page(tmp_path):
     model = tiny.model("decoder")
     table, expected = toy_analysis.mean_reach(model, texts()), hw.profile(model, texts(), repeats=False)

@@ -193,7 +193,7 @@ def measure_heads(
 
 
 SequenceValues = dict[str, Float[Tensor, "_ _ ..."]]
-"""Values of a site by name, `(sequences, heads, ...)`; NaN where a sequence has none."""
+"""Values of a site by name, on the CPU, `(sequences, heads, ...)`; NaN where a sequence has none."""
 
 
 @storable

@@ -52,7 +52,8 @@ class MeasuredRows(NamedTuple):
 class FurtherSums:
     """Base class of sums over query rows from which additional statistics (`FurtherStatistics`) are computed. The rows
     are from one attention call, or also from later calls with the next tokens of the same sequences. Rows that are
-    padding or have no visible key are left out.
+    padding or have no visible key are left out. The sums of all modules stay in memory until their next call, which may
+    continue them.
 
     Attributes:
         needs_weights: True if the sums need attention weights, and not only the statistics of each row.

@@ -1,4 +1,4 @@
-"""Reading of the layers of a model in their order, for products of attention over layers."""
+"""Reading of the attention weights of the layers of a model in their order, as for products over layers."""
 
 from collections.abc import Collection
 from typing import Any
@@ -25,9 +25,9 @@ LARGEST_LOSS = 1e-3
 
 
 class LayerReader(SiteRegistry):
-    """Base class of interceptors that multiply the attention matrices of successive layers during one run of a model.
-    Every layer must run self-attention over all tokens exactly once; otherwise `InputError` is raised, since the
-    product would not describe the model.
+    """Base class of interceptors that read the attention weights of each layer during one run of a model, such as to
+    multiply the matrices of successive layers. Batches may have padding. Every layer must run self-attention over all
+    tokens exactly once; otherwise `InputError` names the module.
 
     Attributes:
         sizes: numbers of sequences and tokens of the first layer; None before it.
