@@ -13,11 +13,12 @@ from headwise.intercept.adapters.sdpa import intercepted_sdpa
 from headwise.intercept.adapters.torch_layers import TORCH_ATTENTION, torch_attention
 from headwise.intercept.adapters.torch_operators import OPERATORS, read
 from headwise.intercept.fused_functions import report_fused
-from headwise.intercept.module_call import ModuleCall, report_unreadable
+from headwise.intercept.module_call import ModuleCall, must_trace, report_unreadable
 from headwise.intercept.patches import OPERATORS as OTHER_OPERATORS
 from headwise.intercept.patches import SDPA, torchs_own
 from headwise.intercept.plans import OTHER_WAY, Following
 from headwise.intercept.session import Session, current_session
+from headwise.intercept.trace.axes import VIEWS_IN_PLACE
 from headwise.intercept.trace.functions import QUERIES, FunctionCall, share_memory
 from headwise.intercept.trace.outputs import after_function, before_function, lose_outputs
 from headwise.intercept.trace.scores import EXPONENTIALS, contracted, follow_places, follow_scores, written_softmax
@@ -127,7 +128,9 @@ def _traced(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return torch_attention(*call.args, **call.kwargs)
     before_overwriting(call)
     kept = _scores_to_keep(call)
+    followed = _not_in_place(call)
     result = _run(operator, func, call.args, call.kwargs)
+    call = followed
     after_function(call, result)
     if not has_no_numbers():
         follow_places(call, result)
@@ -138,6 +141,23 @@ def _traced(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     report_new_tensors(call, result)
     _take_note(call, result, session.module_calls)
     return result
+
+
+def _not_in_place(call: FunctionCall) -> FunctionCall:
+    """Return a function call that is about to change the axes of a tensor in place, such as `unsqueeze_`, as the call
+    of a function that returns a view. Its argument has the axes of the tensor before the call, and the records of the
+    tensor, which describe these axes. Return any other call unchanged.
+    """
+    function = VIEWS_IN_PLACE.get(call.function)
+    if function is None:
+        return call
+    session, tensor = current_session(), call.tensors[0]
+    must_trace(session.module_calls)  # a plan would record the tensor with its later axes
+    with session.paused():
+        before = tensor.detach()
+    session.attention.move(tensor, before)
+    session.lineage.move(tensor, before, session.module_calls)
+    return FunctionCall(function, (before, *call.args[1:]), call.kwargs)
 
 
 def _take_note(call: FunctionCall, result: Any, module_calls: list[ModuleCall]) -> None:

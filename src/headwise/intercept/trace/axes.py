@@ -31,6 +31,11 @@ _VIEW_NAMES = (
 VIEWS = functions_named(*_VIEW_NAMES) | {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 """Functions that only rearrange or select the elements of a tensor."""
 
+VIEWS_IN_PLACE = {
+    getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+    for name in ("unsqueeze", "squeeze", "transpose", "t", "swapaxes", "swapdims", "as_strided")
+}
+"""Functions that change the axes of a tensor in place, and those that return a view with the changed axes."""
 
 MOVES = functions_named(
     *("flip", "fliplr", "flipud", "rot90", "roll", "index_select", "gather", "take_along_dim", "channel_shuffle")

@@ -402,6 +402,13 @@ class TensorMap(Generic[Value]):
         """Remove the value stored for a tensor, if there is one."""
         self._entries.pop(id(tensor), None)
 
+    def move(self, tensor: Tensor, other: Tensor) -> None:
+        """Make the value stored for `tensor`, if there is one, that of `other`."""
+        value = self.get(tensor)
+        if value is not None:
+            self.discard(tensor)
+            self.set(other, value)
+
 
 def _discard(entries: dict[int, tuple[weakref.ref[Tensor], Any]], key: int, reference: weakref.ref[Tensor]) -> None:
     entry = entries.get(key)

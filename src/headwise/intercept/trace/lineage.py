@@ -267,6 +267,12 @@ class Lineage:
         self._origins.discard(tensor)
         self.tokens.discard(tensor)
 
+    def move(self, tensor: Tensor, other: Tensor, module_calls: Sequence[RunningModule]) -> None:
+        """Make the origin, the token numbers and the token ids of `tensor` those of `other`."""
+        self.set(other, self.origin(tensor, module_calls))
+        self.tokens.move(tensor, other)
+        self.ids.move(tensor, other)
+
     def set(self, tensor: Tensor, origin: Origin) -> None:
         """Store the origin of a tensor."""
         self._origins.set(tensor, origin)

@@ -529,6 +529,11 @@ class FollowedAttention:
         self.pending: list[AttentionOutput] = []
         self.unchanged: dict[object, Sequence[RunningModule]] = {}
 
+    def move(self, tensor: Tensor, other: Tensor) -> None:
+        """Make all records of `tensor` those of `other`."""
+        for records in (self.scores, self.factors, self.places, self.weights, self.outputs):
+            records.move(tensor, other)
+
 
 class Trace(ABC):
     """Facts derived from the functions of one running call of a model, and the interface by which it is reported.

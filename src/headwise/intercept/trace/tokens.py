@@ -203,6 +203,10 @@ class TokenNumbers:
         """Discard the token numbers of a tensor."""
         self._numbered.discard(tensor)
 
+    def move(self, tensor: Tensor, other: Tensor) -> None:
+        """Make the token numbers of `tensor` those of `other`."""
+        self._numbered.move(tensor, other)
+
     def compared(self, query: Tensor, key: Tensor, value: Tensor) -> ComparedTokens | None:
         """Return the token numbers of queries, keys and values, three tensors `(..., length, features)`, for each
         sequence and head. If there are fewer key heads than query heads, return the numbers of the first head. Return
@@ -504,6 +508,11 @@ class LookedUpIds:
         for tensor in written if isinstance(written, list | tuple) else (written,):
             if isinstance(tensor, Tensor) and tensor.dtype in INTEGERS:
                 self._derived.set(tensor, self._after(call, integers, module_calls))
+
+    def move(self, tensor: Tensor, other: Tensor) -> None:
+        """Make the record of how `tensor` was computed from ids that of `other`."""
+        if tensor.dtype in INTEGERS:
+            self._derived.set(other, self._of(tensor))
 
     def are_read_by(self, content: int) -> bool:
         """Return True if ids that were looked up are among the sources `content` of a tensor."""
