@@ -10,8 +10,8 @@ from torch import nn
 import headwise as hw
 from headwise.intercept.trace.refusals import (
     HEADS_CONTRADICT,
+    HEADS_NOT_FOLLOWED,
     HEADS_SEPARATE,
-    HEADS_UNKNOWN,
     NOT_AVERAGES,
     NOT_OVER_KEYS,
     NOT_SEEN,
@@ -114,7 +114,7 @@ REASONS = {
     HeadsOneByOne: re.escape(HEADS_SEPARATE),
     StackedHeads: re.escape(HEADS_SEPARATE),
     HeadsInABuffer: re.escape(HEADS_SEPARATE),
-    HeadsByPosition: HEADS_UNKNOWN,
+    HeadsByPosition: HEADS_NOT_FOLLOWED,
     AnotherNumberOfHeads: HEADS_CONTRADICT,
 }
 

@@ -63,7 +63,7 @@ def test_heads_of_a_stated_layout_are_gated(layout):
 
 def test_without_a_statement_the_module_is_named():
     model = nn.Sequential(Mixer("(h b) q k"))
-    with pytest.raises(hw.InputError, match="attention of these modules is left out"), hw.watch(model):
+    with pytest.raises(hw.InputError, match="state their layout in hw.Site$"), hw.watch(model):
         model(X)
 
 

@@ -4,9 +4,14 @@ NOT_SEEN = "attention of these modules was not seen"
 
 HEADS_UNKNOWN = "attention of these modules is left out, since it is not established which axis is the heads"
 
+HEADS_NOT_FOLLOWED = f"{HEADS_UNKNOWN}; if you know the axes of the weights, state their layout in hw.Site"
+
 HEADS_CONTRADICT = "attention of these modules is left out, since it has not the number of heads that the module stores"
 
-NOT_OVER_KEYS = "these modules compute a softmax that averages no values over keys, which is not read as attention"
+NOT_OVER_KEYS = (
+    "these modules compute a softmax that is not over keys, or not of products of queries and keys, which is not read "
+    "as attention"
+)
 
 NO_QUERIES = (
     "attention of these modules is left out, since its output has no axis of queries, as for one query, or for queries "

@@ -25,7 +25,7 @@ from headwise.intercept.trace.axes import Axes, Factor, HeadLayout, OutputAxes
 from headwise.intercept.trace.functions import TensorMap, TensorVersions, share_memory, version_of
 from headwise.intercept.trace.lineage import CallOrigins, Lineage, Origin, query_and_key
 from headwise.intercept.trace.modules import RunningModule
-from headwise.intercept.trace.refusals import CHANGED_IN_PLACE, HEADS_CONTRADICT, HEADS_UNKNOWN
+from headwise.intercept.trace.refusals import CHANGED_IN_PLACE, HEADS_CONTRADICT, HEADS_NOT_FOLLOWED, HEADS_UNKNOWN
 from headwise.intercept.trace.tokens import ComparedTokens, NumberedTokens
 
 # -- scores -----------------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class AttentionOutput:
         if self.refusal is not None or not self.may_change:
             return None
         if layout is None:
-            self.refuse(HEADS_UNKNOWN)
+            self.refuse(HEADS_NOT_FOLLOWED)
             return None
         if self._changed is None and self._tensor is not None:
             handlers, tensor = self._handlers_with(layout), self._tensor
@@ -365,7 +365,7 @@ class AttentionOutput:
             if layout is not None:
                 self.establish(layout)
             elif is_last:
-                self.refuse(HEADS_UNKNOWN)
+                self.refuse(HEADS_NOT_FOLLOWED)
             else:
                 return False
         has_changed = self._versions is not None and self._versions.have_changed() and self._changed is None
