@@ -15,13 +15,19 @@ from headwise.intercept.call_contexts import CallContexts
 from headwise.intercept.heads import Heads
 from headwise.intercept.padding import RealTokens
 from headwise.intercept.statistics_observer import StatisticsObserver
+from headwise.intercept.trace.tokens import OF_TOKENS
+from headwise.statistics.registry import STATISTICS
 from oracles import statistics_of
 from research.census import report, runs
 from research.census.batches import LENGTH, SHORTER, padded
+from research.census.compare import OF_SCORES
 from research.census.definitions import Sequence, statistics
 from research.census.judge import Verdict, subject_of, summary
 from research.census.runs import Run
 from research.dispatcher_truth.recorder import double_copy
+
+COMPARED = STATISTICS.keys() - OF_SCORES
+"""Statistics that the census compares with the truth."""
 
 TOKENS = torch.randint(0, 5, (7,), generator=torch.Generator().manual_seed(3))
 
@@ -89,14 +95,14 @@ def test_padding_is_put_where_the_name_says(bart):
 def test_padded_batch_has_the_truth_of_the_sequences_alone(llama, side):
     run = runs._batched(llama, llama.model, batch_named(llama, f"input {side}"))
     assert (run.outcome, run.problems, run.confirmed) == ("right", [], True)
-    assert run.checked == 2 * 6 * 15
+    assert run.checked == 2 * 6 * len(COMPARED)
 
 
 def test_padding_of_sounds_is_read_from_the_truth(monkeypatch):
     """The mask of the sounds leaves the last quarter of the second one out."""
     subject = subject_of("audioflamingo3_encoder")
     run = runs._batched(subject, subject.model, subject.batch)
-    assert (run.outcome, run.checked) == ("right", 2 * 6 * 11)
+    assert (run.outcome, run.checked) == ("right", 2 * 6 * len(COMPARED - OF_TOKENS))
     monkeypatch.setattr(CallContexts, "_real_tokens", lambda *_: RealTokens(None, None))
     assert runs._batched(subject, subject.model, subject.batch).outcome == "wrong"
 
@@ -104,7 +110,7 @@ def test_padding_of_sounds_is_read_from_the_truth(monkeypatch):
 def test_layers_of_one_module_are_divided():
     subject = subject_of("lilt")
     run = runs._batched(subject, subject.model, subject.batch)
-    assert (run.problems, run.unverified, run.checked) == ([], [], 2 * 2 * 6 * 14)
+    assert (run.problems, run.unverified, run.checked) == ([], [], 2 * 2 * 6 * len(COMPARED - {"written_norm"}))
     assert runs._gates(subject).outcome == "right"
 
 

@@ -187,7 +187,7 @@ def check_statistics(dtype: torch.dtype) -> None:
         (hw.dense(torch.rand(211, 331) < 0.5), narrow),
     ):
         problem = Problem.checked(q, k, v, mask=mask, bias=bias, softcap=None if mask is None else 3.0)
-        ours, theirs = Tally(gram @ gram.mT), Tally(gram @ gram.mT)
+        ours, theirs = Tally(gram @ gram.mT), Tally(gram @ gram.mT, measured=kernel_statistics.COMPUTED)
         assert kernel_statistics.why_not(problem, context) is None
         assert kernel_statistics.attend_tallied(problem, context, ours) is not None
         attend_observed(problem, theirs.add, context)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from headwise.checks import head_pairs
 from headwise.errors import InputError
 from headwise.plots.curves import Curve, draw_curves
-from headwise.plots.kinds import require_name
+from headwise.plots.kinds import UNITS_IN_LABELS, require_name
 from headwise.runs.table import HeadRowT, Table
 from headwise.statistics.registry import unit_of
 
@@ -48,7 +48,7 @@ class HeadCurves(Table[HeadRowT]):
         """
         require_name("statistic", statistic, dict.fromkeys(self.statistics))
         unit = unit_of(statistic)
-        y = f"{statistic}, {unit}" if unit in ("nats", "tokens") else statistic
+        y = f"{statistic}, {unit}" if unit in UNITS_IN_LABELS else statistic
         curves = []
         for layer, head in self._drawn(statistic) if heads is None else head_pairs("heads", heads):
             points = [(self._place(row), row.statistics[statistic]) for row in self.curve(layer, head)]

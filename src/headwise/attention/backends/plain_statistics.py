@@ -22,7 +22,9 @@ ROWS = (
     *("special", "duplicate", "induction", "confidence_content", "max_logit", "max_logit_uncapped"),
     *("output_norm", "written_norm", "visible keys"),
 )
-"""Names of the numbers that the operator computes for each query row, in their order."""
+"""Names of the numbers that the operator computes for each query row, in their order. `RowStatistic` in
+`native/cpp/problem.h` has the same order. `_numbers` computes all numbers except the last three.
+"""
 
 RECEIVED_UNIT = 2.0**-40
 """Unit of the operator's sums of weights: integers, whose sums do not depend on the order of threads."""
