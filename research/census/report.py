@@ -41,8 +41,8 @@ of both; the same with eager attention; the shorter sequence alone; a text in fi
 static cache; greedy generation from left-padded prompts with both caches; a training step with dropout, whose outputs,
 gradients and random numbers must be those of a step without `watch`; float32 and bfloat16, where the error may be twice
 that of the plain model; and gates of two heads, compared with a model in which these heads' columns of the output
-projection are zero. Each run is made three times in the same process, and must have the same results each time. Two
-calls of a kind make a plan of the model's attention, if `watch` can make one, and the third call follows it.
+projection are zero. Each run is made three times in the same process, and must have the same results each time. If
+`watch` can make a plan of the model's attention, the later calls follow it.
 """
 
 

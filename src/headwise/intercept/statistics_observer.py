@@ -16,11 +16,10 @@ from headwise.intercept.sequences_of_calls import QueryParts, Recurrence, Sequen
 from headwise.intercept.session import current_session
 from headwise.intercept.sites import SiteRecord
 from headwise.intercept.stated_padding import StatedPadding
-from headwise.intercept.trace.tokens import OF_TOKENS
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import WholeCall
-from headwise.statistics.registry import LARGEST, STATISTICS
+from headwise.statistics.registry import LARGEST, OF_TOKENS, STATISTICS
 from headwise.statistics.tally import FurtherStatistics, FurtherSums, Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
 

@@ -22,7 +22,7 @@ from headwise.monitoring.alarms import Alarm, AlarmLimits
 from headwise.monitoring.history import History, Row
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.files import locked_folder
-from headwise.statistics.registry import STATISTICS
+from headwise.statistics.registry import OF_TOKENS, STATISTICS
 
 INDICATORS = frozenset({"entropy", "output_norm"})
 """Statistics that show NaN and infinite numbers, and are always computed."""
@@ -117,9 +117,6 @@ def _observing(model: nn.Module, observer: TrainingObserver) -> Iterator[None]:
 
 BY_DEFAULT = ("max_logit", "entropy", "first", "output_norm")
 """Names of the statistics that are observed by default."""
-
-OF_TOKENS = frozenset({"special", "confidence_content", "duplicate", "induction"})
-"""Statistics that need the ids of special tokens, or of all tokens."""
 
 OnAlarm = Callable[[Alarm], None]
 """Function that is called with each alarm."""

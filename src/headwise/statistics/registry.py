@@ -284,6 +284,9 @@ STATISTICS: dict[str, MeanOfRows | FromSums] = {
 }
 """Every statistic by name."""
 
+OF_TOKENS = frozenset({"special", "confidence_content", "duplicate", "induction"})
+"""Names of the statistics that need the ids of special tokens, or of all tokens."""
+
 
 def row_statistics() -> tuple[str, ...]:
     """Return the names of the statistics that have one value per query row, so that a head's value is the mean over

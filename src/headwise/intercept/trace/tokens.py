@@ -406,9 +406,6 @@ TOKENS_UNKNOWN = (
 )
 """Reason for modules whose token ids are unknown."""
 
-OF_TOKENS = frozenset({"special", "confidence_content", "duplicate", "induction"})
-"""Statistics that need token ids."""
-
 INTEGERS = frozenset({torch.int64, torch.int32})
 """Types of token ids."""
 
