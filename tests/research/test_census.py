@@ -15,8 +15,7 @@ from headwise.intercept.call_contexts import CallContexts
 from headwise.intercept.heads import Heads
 from headwise.intercept.padding import RealTokens
 from headwise.intercept.statistics_observer import StatisticsObserver
-from headwise.intercept.trace.tokens import OF_TOKENS
-from headwise.statistics.registry import STATISTICS
+from headwise.statistics.registry import OF_TOKENS, STATISTICS
 from oracles import statistics_of
 from research.census import report, runs
 from research.census.batches import LENGTH, SHORTER, padded
