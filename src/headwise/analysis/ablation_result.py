@@ -250,7 +250,6 @@ class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
     of a set of heads can differ much from the sum of their costs.
     """
 
-    ROW_TYPE = HeadRow
     PLOTTED = "cost"
 
 

@@ -5,7 +5,7 @@ turn its sum into logits. With the scale of the final norm held constant at each
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,6 @@ class Attribution(HeadTable[HeadRow]):
     """
 
     NAME = "attribution"
-    ROW_TYPE = HeadRow
     COLUMNS = (Column("logit", "What the head adds directly to the logit of the answer.", "logit", is_signed=True),)
     SAMPLES = "prompt"
 
@@ -85,38 +84,20 @@ def logit_attribution(
         InputError: a token does not exist; the model is not supported by `watch`, has no output embedding, or its heads
             do not write directly into the input of the final norm, as in encoders with a norm after each sum.
     """
-    parts = logit_parts(model, batch, AnswerTokens.from_arguments(answer, wrong, at))
+    parts, logit, heads = logit_parts(model, batch, AnswerTokens.from_arguments(answer, wrong, at))
     rows = [
-        HeadRow(**labels, statistics={"logit": MeanEstimate.of(parts.heads[:, index].tolist())})
-        for index, labels in enumerate(parts.labels)
+        HeadRow(**labels, statistics={"logit": MeanEstimate.of(parts[:, index].tolist())})
+        for index, labels in enumerate(heads)
     ]
-    measured = {
-        "sequences": len(parts.heads),
-        "logit": parts.logit.mean().item(),
-        "heads": parts.heads.sum(1).mean().item(),
-    }
+    measured = {"sequences": len(parts), "logit": logit.mean().item(), "heads": parts.sum(1).mean().item()}
     return Attribution(tuple(rows), {**run_settings(model, None, None, wrong=wrong is not None), "measured": measured})
 
 
-class LogitParts(NamedTuple):
-    """Direct effects of heads on logits: for each prompt, the number that each head adds directly to the logit of the
-    prompt's answer. Also contains the complete logit of the answer, to which all parts of the model contribute, and the
-    labels of the heads.
-
-    Attributes:
-        heads: part of each head, for each prompt.
-        logit: the logit of each prompt's answer, minus that of the wrong answer if there is one.
-        labels: labels of each head: layer, head, kv_head, module, kind.
-    """
-
-    heads: Float[Tensor, "prompts heads"]
-    logit: Float[Tensor, " prompts"]
-    labels: tuple[Mapping[str, Any], ...]
-
-
-def logit_parts(model: nn.Module, batch: Any, tokens: AnswerTokens) -> LogitParts:
-    """Compute what each head adds directly to the logit of each prompt's answer, by the formula in the docstring of
-    `Attribution`. The function runs the model twice, and raises the errors that `logit_attribution` documents.
+def logit_parts(
+    model: nn.Module, batch: Any, tokens: AnswerTokens
+) -> tuple[Float[Tensor, "prompts heads"], Float[Tensor, " prompts"], list[dict[str, Any]]]:
+    """Return what each head adds directly to the logit of each prompt's answer, by the formula of `Attribution`, this
+    logit itself (minus that of a wrong answer), and the labels of the heads, as `logit_attribution` documents.
     """
     require_module(model)
     inputs = one_batch(model, batch)
@@ -142,4 +123,4 @@ def logit_parts(model: nn.Module, batch: Any, tokens: AnswerTokens) -> LogitPart
             call_model(model, inputs)
         remaining = stream.final_norm_call().input[prompts, positions]
         require_direct(model, before_norm - remaining, written, before_norm)
-    return LogitParts(torch.cat(parts, 1), logit, tuple(labels for _, labels in run.head_labels()))
+    return torch.cat(parts, 1), logit, [labels for _, labels in run.head_labels()]

@@ -195,6 +195,9 @@ def measure_heads(
 SequenceValues = dict[str, Float[Tensor, "_ _ ..."]]
 """Values of a site by name, on the CPU, `(sequences, heads, ...)`; NaN where a sequence has none."""
 
+SiteValues = dict[SiteKey, SequenceValues]
+"""Values of each site."""
+
 
 @storable
 @dataclass
@@ -206,14 +209,14 @@ class SequenceProgress(SiteProgress):
         values: values at each site, by the number of the batch, or of the fit of learned gates.
     """
 
-    values: dict[int, dict[SiteKey, SequenceValues]] = field(default_factory=dict)
+    values: dict[int, SiteValues] = field(default_factory=dict)
 
 
 def measure_sequences(
     data: PassData,
-    measure_batch: Callable[[dict[str, Any]], tuple[Sequence[SiteRecord], dict[SiteKey, SequenceValues]]],
+    measure_batch: Callable[[dict[str, Any]], tuple[Sequence[SiteRecord], SiteValues]],
     table_type: type[TableT],
-    make_table: Callable[[SiteRegistry, dict[SiteKey, SequenceValues], dict[str, Any]], TableT],
+    make_table: Callable[[SiteRegistry, SiteValues, dict[str, Any]], TableT],
     **options: Any,
 ) -> TableT:
     """Run a model over data, measure values of each sequence, and return a table of them. `measure_batch` runs the
@@ -240,7 +243,7 @@ def measure_sequences(
     def make(parts: list[SequenceProgress], metadata: dict[str, Any]) -> TableT:
         registry = merged_registry(data.model, parts)
         batches = [of_batch for _, of_batch in sorted(each for part in parts for each in part.values.items())]
-        joined: dict[SiteKey, SequenceValues] = {}
+        joined: SiteValues = {}
         for record in registry.records:
             if any(record.site not in of_batch for of_batch in batches):
                 got = f"some without {record.site.label}"

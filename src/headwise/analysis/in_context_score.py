@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.ablate import ablate
 from headwise.analysis.causality import why_not_causal
-from headwise.analysis.head_pass import PassData, SequenceValues, head_rows, measure_sequences
+from headwise.analysis.head_pass import PassData, SiteValues, head_rows, measure_sequences
 from headwise.analysis.profile import profile
 from headwise.analysis.replacements import Replacement, mean, zero
 from headwise.analysis.token_cross_entropy import token_cross_entropy
@@ -27,7 +27,6 @@ from headwise.data.batches import (
 )
 from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.survey import survey
 from headwise.runs.data_pass import prepare_texts
@@ -56,7 +55,6 @@ class InContextScores(HeadTable[HeadRow]):
     """
 
     NAME = "in_context"
-    ROW_TYPE = HeadRow
 
     COLUMNS = (
         Column(
@@ -209,15 +207,13 @@ def in_context_score(
     if (reason := why_not_causal(model, [start])) is not None:
         raise InputError("model", expected="a causal language model", got=reason)
 
-    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], SiteValues]:
         losses: list[Tensor] = []
         records = survey(model, lambda: losses.extend(loss.losses(model, batch))).records
         of_model = {name: each.double().cpu()[:, None] for name, each in zip((EARLY, LATE), losses, strict=True)}
         return records, {record.site: of_model for record in records}
 
-    def make_table(
-        registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]
-    ) -> InContextScores:
+    def make_table(registry: SiteRegistry, values: SiteValues, metadata: dict[str, Any]) -> InContextScores:
         of_model, documents = next(iter(values.values())), chosen.document_numbers()
         losses = {name: of_model[name][:, 0].tolist() for name in (EARLY, LATE)}
         samples = {"score": [late - early for early, late in zip(losses[EARLY], losses[LATE], strict=True)], **losses}

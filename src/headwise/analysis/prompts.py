@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from headwise.checks import whole_numbers
 from headwise.data.batches import arguments_of, call_model, device_of, real_tokens, to_device
+from headwise.data.tokenization import output_embeddings
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -91,7 +92,7 @@ class AnswerTokens(NamedTuple):
             prompts = torch.arange(len(hidden), device=hidden.device)
             return hidden[prompts, restricted_to[0]][:, None], *args[1:]
 
-        embedding = output_embedding(model)
+        embedding = output_embeddings(model)
         with nullcontext() if embedding is None else embedding.register_forward_pre_hook(select_positions):
             output = call_model(model, batch)
         logits = getattr(output, "logits", output)
@@ -105,14 +106,6 @@ class AnswerTokens(NamedTuple):
         answer, wrong = self.ids_per_prompt(prompts, logits.shape[-1])
         right = answer_logits[prompts, answer]
         return right if wrong is None else right - answer_logits[prompts, wrong]
-
-
-def output_embedding(model: Any) -> nn.Module | None:
-    """Return the output embedding of a `transformers` model (the module that computes its logits); None if the model
-    does not name one.
-    """
-    embedding = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return embedding if isinstance(embedding, nn.Module) else None
 
 
 def one_batch(model: nn.Module, batch: Any, argument: str = "batch") -> dict[str, Any]:

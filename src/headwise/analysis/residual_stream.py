@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.prompts import AnswerTokens, output_embedding
+from headwise.analysis.prompts import AnswerTokens
+from headwise.data.tokenization import output_embeddings
 from headwise.errors import InputError
 from headwise.intercept.module_calls import module_calls
 from headwise.intercept.trace.projection import linear_map, output_projection
@@ -43,7 +44,7 @@ class ResidualStream:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        embedding = output_embedding(model)
+        embedding = output_embeddings(model)
         if embedding is None:
             expected = "one that names its output embedding (get_output_embeddings)"
             raise InputError("model", expected=expected, got=type(model).__name__)

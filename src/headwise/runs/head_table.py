@@ -8,6 +8,7 @@ from headwise.page.columns import Columns, HeadPlace, ModelIdentity, estimates_o
 from headwise.page.contents import Contents
 from headwise.page.write import notebook_html
 from headwise.plots.kinds import HeadNumbers, plot_kind
+from headwise.runs.rows import HeadRow
 from headwise.runs.table import HeadRowT, Table
 from headwise.wording import counted
 
@@ -20,6 +21,7 @@ class HeadTable(Table[HeadRowT]):
     HTML page.
     """
 
+    ROW_TYPE: ClassVar[type[Any]] = HeadRow
     UNIT: ClassVar[str] = "head"
 
     PLOTTED: ClassVar[str | None] = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.circuits.norms import norm_map
-from headwise.analysis.circuits.rotation import LayerRotation, Rotation, module_rotation
+from headwise.analysis.circuits.rotation import Rotation, layer_rotation, module_rotation
 from headwise.analysis.circuits.trace import ModuleCall, RunTrace, is_norm
 from headwise.errors import InputError
 from headwise.families.registry import head_module, softcap_of
@@ -193,7 +193,7 @@ def _scores(
     has_zeros = [(weights[part] == 0).flatten(1).all(1) for part in ("query", "key")]
     is_zero = has_zeros[0] | has_zeros[1].repeat_interleave(group)
     scale, reason = _scale(call, products, trace.attention.weights[path], is_zero)
-    if reason is None and rotation.depends_on_length:
+    if reason is None and rotation.depends_on_length():
         reason = f"the rotation in {path}, which depends on the length of the text"
     return scale, rotation, reason
 
@@ -204,7 +204,7 @@ def _rotation(trace: RunTrace, call: ModuleCall) -> Rotation | None:
     positions.
     """
     if isinstance(call.module, MultiHeadAttention):
-        return Rotation() if call.module.rotary is None else LayerRotation(call.module.rotary)
+        return Rotation() if call.module.rotary is None else layer_rotation(call.module.rotary)
     tables = call.kwargs.get("position_embeddings")
     if tables is None:
         return Rotation()

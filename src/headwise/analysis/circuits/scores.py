@@ -51,7 +51,6 @@ class CircuitScores(HeadTable[HeadRow]):
     """
 
     NAME = "circuits"
-    ROW_TYPE = HeadRow
     COLUMNS = (
         Column(
             "copying",
@@ -104,7 +103,6 @@ class CompositionSummary(HeadTable[HeadRow]):
     """
 
     NAME = "composition-summary"
-    ROW_TYPE = HeadRow
     SAMPLES = "model"
 
 

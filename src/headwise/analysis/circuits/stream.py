@@ -100,29 +100,22 @@ def _factors(paths: Sequence[str], shifts: Sequence[Tensor], changes: Sequence[T
         if not float(remaining.norm()) <= TOLERANCE * size:
             where = paths[index] if index < len(paths) else "the output embedding"
             raise NotLinearError(f"an input of {where} that is not the sum of what heads before it wrote")
-    factors = [table[:, index][~table[:, index].isnan()] for index in range(len(shifts))]
+    factors, of_modules = [column[~column.isnan()] for column in table.mT], []
     for path, of_module in zip(paths, factors[offset:], strict=True):
         if not len(of_module):
             raise NotLinearError(f"heads of {path} whose outputs nothing reads")
-        if not _is_constant(of_module):
-            raise NotLinearError(
-                f"heads of {path} whose outputs reach later modules through a norm, or with different factors"
-            )
-    of_embedding = _only(factors[0]) if offset and _is_constant(factors[0]) else None
-    return StreamFactors(shifts[0].shape, tuple(_only(of_module) for of_module in factors[offset:]), of_embedding)
+        if (factor := _common(of_module)) is None:
+            reason = f"heads of {path} whose outputs reach later modules through a norm, or with different factors"
+            raise NotLinearError(reason)
+        of_modules.append(factor)
+    return StreamFactors(shifts[0].shape, tuple(of_modules), _common(factors[0]) if offset else None)
 
 
-def _is_constant(factors: Tensor) -> bool:
-    """Return True if all numbers of a tensor are positive and equal up to rounding."""
-    smallest, largest = float(factors.min()), float(factors.max())
-    return smallest > TOLERANCE and largest - smallest <= TOLERANCE * largest
-
-
-def _only(factors: Tensor) -> float:
-    """Return the value of several factors that are equal up to rounding, as a float: 1 exactly if they are 1 up to
-    rounding.
-    """
-    factor = float(factors[0])
+def _common(factors: Tensor) -> float | None:
+    """Return the value of positive factors that are equal up to rounding, 1 exactly if it is nearly 1; else None."""
+    smallest, largest, factor = float(factors.min()), float(factors.max()), float(factors[0])
+    if smallest <= TOLERANCE or largest - smallest > TOLERANCE * largest:
+        return None
     return 1.0 if abs(factor - 1.0) <= TOLERANCE else factor
 
 

@@ -104,7 +104,6 @@ class AttentionDistances(HeadTable[HeadRow]):
     curve: DistanceCurve = field(default=DistanceCurve((), {}), repr=False)
 
     NAME = "attention_distances"
-    ROW_TYPE = HeadRow
     PARTS = (("curve", DistanceCurve),)
 
     def column(self, name: str) -> Column:

@@ -53,7 +53,6 @@ class PositionSlopes(HeadTable[HeadRow]):
     """
 
     NAME = "position_slopes"
-    ROW_TYPE = HeadRow
     COLUMNS = tuple(
         Column(
             name + SLOPE_SUFFIX,

@@ -43,7 +43,6 @@ class NormWeighted(HeadTable[HeadRow]):
     """
 
     NAME = "norm_weighted"
-    ROW_TYPE = HeadRow
     PLOTTED = PREFERENCE
     COLUMNS = (
         Column(MOVED, "Mean share of attention that is on other keys by norm than by weight.", "share"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.flow.layer_reader import LayerReader, eps_of, require_whole
-from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
+from headwise.analysis.head_pass import SequenceValues, SiteValues, measure_sequences, pass_data
 from headwise.analysis.nonfinite import nonfinite_error
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
@@ -118,7 +118,6 @@ class Rollout(HeadTable[HeadRow]):
     layers: RolloutLayers = field(default=RolloutLayers((), {}), repr=False)
 
     NAME = "rollout"
-    ROW_TYPE = HeadRow
     PARTS = (("layers", RolloutLayers),)
     COLUMNS = (
         *(column.derived(ROLLED_PREFIX + column.name, "rolled out over the layers below") for column in WEIGHTS),
@@ -167,12 +166,12 @@ def rollout(
     residual = residual_share(residual)
     data = pass_data(model, dataset, special, out=out, shown=progress)
 
-    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], SiteValues]:
         count = count_sequences_and_tokens(batch)[0]
         reader, sums = rolled_out(data.model, batch, data.special, residual)
         return reader.records, {site: _means(of_site, site, count) for site, of_site in sums.items()}
 
-    def make_table(registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]) -> Rollout:
+    def make_table(registry: SiteRegistry, values: SiteValues, metadata: dict[str, Any]) -> Rollout:
         def estimates(record: SiteRecord, names: Iterable[str], unit: int) -> dict[str, MeanEstimate]:
             numbers = {name: values[record.site][name][:, unit].tolist() for name in names if name in measured}
             return {name: MeanEstimate.of(of_name, documents) for name, of_name in numbers.items()}

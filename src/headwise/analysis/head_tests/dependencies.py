@@ -1,7 +1,7 @@
 """Dependency accuracy: how often a head's most attended word is the governor or the dependent of a word."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
+from headwise.analysis.head_pass import SiteValues, measure_sequences, pass_data
 from headwise.analysis.head_tests.treebank import AlignedTokens, TreeSentence, aligned_tokens, read_treebank
 from headwise.analysis.head_tests.weight_reader import WeightReader, require_finite_weights
 from headwise.attention.backends.blockwise.row_block import RowBlock
@@ -109,12 +109,13 @@ class DependencyAccuracy(_GainTable):
         `selection_gain`. This is the head's accuracy minus that of a fixed offset in words, in the half of the
         documents that is used for selection.
         """
-        best: dict[tuple[int, int, str], DependencyRow] = {}
+        best: dict[tuple[int, int, str], tuple[float, DependencyRow]] = {}
         for row in self.rows:
-            key = row.layer, row.head, row.module
-            if key not in best or _selection_gain(row) > _selection_gain(best[key]):
-                best[key] = row
-        return DependencyHeads(tuple(best.values()), self.metadata)
+            key, gain = (row.layer, row.head, row.module), row.statistics["selection_gain"].value
+            gain = -math.inf if math.isnan(gain) else gain
+            if key not in best or gain > best[key][0]:
+                best[key] = gain, row
+        return DependencyHeads(tuple(row for _, row in best.values()), self.metadata)
 
     def plot(self, statistic: str = "gain", *, kind: str = "heatmap", **options: Any) -> "Axes":
         """Draw a statistic of each head, for the relation and direction that `best()` selects for the head, and return
@@ -125,14 +126,6 @@ class DependencyAccuracy(_GainTable):
             MissingExtra: matplotlib is not installed.
         """
         return self.best().plot(statistic, kind=kind, **options)
-
-
-def _selection_gain(row: DependencyRow) -> float:
-    """Return the value of a row's column `selection_gain`, or minus infinity if it is NaN. This is the head's accuracy
-    minus that of a fixed offset in words, in the half of the documents that is used for selection.
-    """
-    value = row.statistics["selection_gain"].value
-    return -math.inf if math.isnan(value) else value
 
 
 FARTHEST = 10
@@ -206,7 +199,7 @@ def dependency_accuracy(
     batches = [{"input_ids": tokens.ids[None], "sentence": torch.tensor([i])} for i, (_, tokens, _) in enumerate(read)]
     data = pass_data(model, NumberedBatches(batches, [document for document, *_ in read]), (), out=out, shown=progress)
 
-    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], SiteValues]:
         _, tokens, of_sentence = read[int(batch["sentence"])]
         reader.run_sentence(tokens)
         sources = torch.tensor([pair.source for pair in of_sentence], dtype=torch.int64)
@@ -217,9 +210,7 @@ def dependency_accuracy(
             for site, found in reader.found.items()
         }
 
-    def make_table(
-        registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]
-    ) -> DependencyAccuracy:
+    def make_table(registry: SiteRegistry, values: SiteValues, metadata: dict[str, Any]) -> DependencyAccuracy:
         of_sites = [values[record.site] for record in registry.records]
         seen = of_sites[0][IS_SEEN][:, 0].bool()
         correct = torch.cat([of_site[IS_CORRECT] for of_site in of_sites], 1)[seen]
@@ -315,16 +306,14 @@ def _rows(
     two halves, for selection and for the test. Relations and directions with fewer than `fewest` word pairs in one of
     these halves are left out.
     """
-    members: dict[tuple[str, str], list[int]] = defaultdict(list)
+    members: dict[tuple[str, str], tuple[list[int], list[int]]] = {}  # for the test, and for selection
     for index, pair in enumerate(pairs):
-        members[pair.relation].append(index)
-    columns: dict[tuple[str, str], tuple[int, dict[str, list[MeanEstimate]]]] = {}
-    for relation, indices in sorted(members.items()):
-        halves = [
-            [index for index in indices if (pairs[index].document in selection) == selects] for selects in (True, False)
-        ]
-        if min(map(len, halves)) >= fewest:
-            columns[relation] = _columns(pairs, correct, *halves)
+        members.setdefault(pair.relation, ([], []))[pair.document in selection].append(index)
+    columns = {
+        relation: _columns(pairs, correct, *halves)
+        for relation, halves in sorted(members.items())
+        if min(map(len, halves)) >= fewest
+    }
     for index, label in enumerate(labels):
         for (relation_name, direction), (offset, statistics) in columns.items():
             of_head = {name: estimates[index] for name, estimates in statistics.items()}
@@ -332,11 +321,10 @@ def _rows(
 
 
 def _columns(
-    pairs: Sequence[_Pair], correct: Float[Tensor, "pairs heads"], selection: Sequence[int], test: Sequence[int]
+    pairs: Sequence[_Pair], correct: Float[Tensor, "pairs heads"], test: Sequence[int], selection: Sequence[int]
 ) -> tuple[int, dict[str, list[MeanEstimate]]]:
-    """Compute the columns of the table, such as accuracy and gain, for one relation and direction. Return the fixed
-    offset in words that is most often right in the selection half of the documents, and the columns. `selection` and
-    `test` are the indices of the word pairs in each half.
+    """Return, for one relation and direction, the fixed offset in words that is most often right in the selection half,
+    and the columns such as accuracy and gain. `test` and `selection` are the indices of the word pairs in each half.
     """
     offsets = [pair.target - pair.source for pair in pairs]
     counts = Counter(offsets[index] for index in selection if abs(offsets[index]) <= FARTHEST)

@@ -13,7 +13,7 @@ from headwise.analysis.causality import require_causal_decoder
 from headwise.analysis.circuits.module_maps import placed_modules
 from headwise.analysis.circuits.stream import NotLinearError, stream_factors, unembedding_matrix
 from headwise.analysis.circuits.trace import RunTrace, double_copy
-from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
+from headwise.analysis.head_pass import SiteValues, measure_sequences, pass_data
 from headwise.analysis.head_tests.name_prompts import NAMES, ROLES, TEMPLATES, NamePrompt, name_prompts
 from headwise.analysis.head_tests.weight_reader import WeightReader, batch_of_ids, require_finite_weights
 from headwise.analysis.prompts import AnswerTokens
@@ -63,7 +63,6 @@ class NameMovers(HeadTable[HeadRow]):
     """
 
     NAME = "name_movers"
-    ROW_TYPE = HeadRow
     COLUMNS = (
         Column("attention_indirect", "Weight from the last token to the name of the indirect object.", "share"),
         Column("attention_subject", "Weight from the last token to both occurrences of the subject's name.", "share"),
@@ -191,17 +190,18 @@ def name_movers(
     data = pass_data(model, NumberedBatches(batches, numbers), (), out=out, shown=progress)
     reader = _EndAttention(model)
 
-    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], SiteValues]:
         group, ids = groups[int(batch["group"][0])], batch["input_ids"]
         reader.places = torch.tensor([prompt.places for prompt in group])
         reader.run(ids)
         answers, wrong = [prompt.answer for prompt in group], [prompt.wrong for prompt in group]
-        parts = logit_parts(model, batch_of_ids(model, ids), AnswerTokens.from_arguments(answers, wrong, -1))
+        tokens = AnswerTokens.from_arguments(answers, wrong, -1)
+        parts, logits, _ = logit_parts(model, batch_of_ids(model, ids), tokens)
         sizes = [record.heads for record in reader.records]
-        if sum(sizes) != parts.heads.shape[1]:
+        if sum(sizes) != parts.shape[1]:
             raise InputError("model", expected="attention in the same modules in each run", got="other modules")
-        values: dict[SiteKey, SequenceValues] = {}
-        for record, effects in zip(reader.records, torch.split(parts.heads.double().cpu(), sizes, 1), strict=True):
+        values: SiteValues = {}
+        for record, effects in zip(reader.records, torch.split(parts.double().cpu(), sizes, 1), strict=True):
             weights = reader.found[record.site]
             require_finite_weights(record.site, weights)
             indirect, subject = weights[..., 0], weights[..., 1:].sum(-1)
@@ -210,13 +210,11 @@ def name_movers(
                 "attention_subject": subject,
                 "preference": indirect - subject,
                 "logit": effects,
-                OF_MODEL: parts.logit.double().cpu()[:, None],
+                OF_MODEL: logits.double().cpu()[:, None],
             }
         return reader.records, values
 
-    def make_table(
-        registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]
-    ) -> NameMovers:
+    def make_table(registry: SiteRegistry, values: SiteValues, metadata: dict[str, Any]) -> NameMovers:
         copying, reason = name_copying(model, drawn[:copied]) if copied else ({}, "no prompts to copy names from")
         logits = next(iter(values.values()))[OF_MODEL][:, 0]
         measured = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.causality import require_causal_decoder
-from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data
+from headwise.analysis.head_pass import SiteValues, measure_sequences, pass_data
 from headwise.analysis.head_tests.haystacks import Haystack, Needle, draw_needles, haystacks, read_haystack
 from headwise.analysis.head_tests.token_spans import prompt_with_spans, require_fast
 from headwise.analysis.head_tests.weight_reader import WeightReader, batch_of_ids, require_finite_weights
@@ -67,7 +67,6 @@ class Retrieval(HeadTable[HeadRow]):
     """
 
     NAME = "retrieval"
-    ROW_TYPE = HeadRow
     COLUMNS = (Column("score", "Share of the needle's places that the head copies.", "share"),)
     SAMPLES = "text"
 
@@ -150,7 +149,7 @@ def retrieval_score(
     numbered = NumberedBatches(batches, [needle_of.index(text.needle) for text in texts])
     data = pass_data(model, numbered, (), out=out, shown=progress)
 
-    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], SiteValues]:
         index = int(batch["text"])
         answered = forced[index]
         if continuation == "generated":
@@ -159,22 +158,21 @@ def retrieval_score(
         # Each token of the answer that the continuation repeats counts as often as it occurs in both.
         expected = Counter(needle.tolist())
         repeated = (expected & Counter(ids[answered.first :].tolist())).total() / expected.total()
-        counts = continuation == "forced" or repeated > recall
         reader.rows = range(answered.first - 1, len(ids) - 1)
-        answered.require_same_tokens(reader.run(ids[None]))
-        values: dict[SiteKey, SequenceValues] = {}
+        output = reader.run(ids[None])
+        if continuation == "generated":
+            answered.require_same_tokens(output)
+        values: SiteValues = {}
         for site, keys in reader.found.items():
             is_copy = (keys[:, None] == answered.needle[:, None]) & (ids[answered.first :] == needle[:, None])
             scores = is_copy.any(2).double().mean(1, keepdim=True).mT
             values[site] = {
-                SCORE: scores if counts else torch.full_like(scores, torch.nan),
+                SCORE: scores if continuation == "forced" or repeated > recall else torch.full_like(scores, torch.nan),
                 RECALLED: scores.new_full((1, 1), repeated),
             }
         return reader.records, values
 
-    def make_table(
-        registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]
-    ) -> Retrieval:
+    def make_table(registry: SiteRegistry, values: SiteValues, metadata: dict[str, Any]) -> Retrieval:
         of_site = next(iter(values.values()))
         recalls, counting = of_site[RECALLED][:, 0].tolist(), (~of_site[SCORE][:, 0].isnan()).tolist()
         counted = [text for text, counts in zip(texts, counting, strict=True) if counts]
@@ -287,21 +285,16 @@ class Answered:
     Attributes:
         needle: places of the tokens of the needle's answer.
         first: place of the first token of the answer to the question.
-        is_generated: True if the model generated the answer.
     """
 
     ids: Int[Tensor, " tokens"]
     needle: Int[Tensor, " places"]
     first: int
-    is_generated: bool = False
 
     def require_same_tokens(self, output: Any) -> None:
-        """Check a generated answer against `output`, for which the model read text and answer in one call. Raise
-        `InputError` unless each token of the answer has the largest logit there, up to rounding. Otherwise the
-        attention in this call may differ from that during generation.
+        """Raise `InputError` unless each token of a generated answer has the largest logit in `output`, up to rounding.
+        For `output`, the model read text and answer at once; attention may then differ from that during generation.
         """
-        if not self.is_generated:
-            return
         logits = output.logits[0, self.first - 1 : -1].float().cpu()
         own = logits.gather(1, self.ids[self.first :, None])[:, 0]
         below = (logits.amax(1) - own) / logits.abs().amax(1)
@@ -349,4 +342,4 @@ def generated_answer(model: Any, tokenizer: Any, text: Haystack, forced: Answere
     )
     if len(result) != 1 or result.shape[1] <= ids.shape[1]:
         raise InputError("model", expected="a generation config that returns one sequence", got=f"{len(result)}")
-    return replace(forced, ids=result[0].cpu(), is_generated=True)
+    return replace(forced, ids=result[0].cpu())

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.head_pass import SequenceValues, measure_sequences, pass_data, require_finite_outputs
+from headwise.analysis.head_pass import SiteValues, measure_sequences, pass_data, require_finite_outputs
 from headwise.checks import collection_of, finite_number, whole_number
 from headwise.data.batches import call_model, count_sequences_and_tokens, documents_of
 from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
 from headwise.runs.head_table import HeadTable
@@ -49,7 +48,6 @@ class SinkRate(HeadTable[HeadRow]):
     """
 
     NAME = "sinks"
-    ROW_TYPE = HeadRow
 
 
 def sink_rate(
@@ -96,7 +94,7 @@ def sink_rate(
     epsilon = sink_threshold(epsilon)
     data = pass_data(model, dataset, (), out=out, shown=progress)
 
-    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], dict[SiteKey, SequenceValues]]:
+    def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], SiteValues]:
         count = count_sequences_and_tokens(batch)[0]
         with watch(data.model) as heads:
             call_model(data.model, batch)
@@ -106,7 +104,7 @@ def sink_rate(
             record.site: {IMPORTANCE: _importance(record, count, places)} for record in heads.records
         }
 
-    def make_table(registry: SiteRegistry, values: dict[SiteKey, SequenceValues], metadata: dict[str, Any]) -> SinkRate:
+    def make_table(registry: SiteRegistry, values: SiteValues, metadata: dict[str, Any]) -> SinkRate:
         documents, rows = documents_of(data.dataset), []
         for record, labels in registry.head_labels():
             of_head = values[record.site][IMPORTANCE][:, labels["head"]]

@@ -77,7 +77,6 @@ class Importance(HeadTable[HeadRow]):
     """
 
     NAME = "importance"
-    ROW_TYPE = HeadRow
     COLUMNS = (
         *_SCORES,
         *(score.derived(score.name + PER_LAYER, "divided by the l2 norm of its layer") for score in _SCORES),

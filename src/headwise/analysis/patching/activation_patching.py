@@ -33,7 +33,6 @@ class Patching(HeadTable[HeadRow]):
     """
 
     NAME = "patching"
-    ROW_TYPE = HeadRow
     COLUMNS = (
         Column("recovered", "Place of the difference between its values in both runs.", is_signed=True, is_tested=True),
         Column("difference", "Logit of the right answer minus that of the wrong one.", "logit", is_signed=True),

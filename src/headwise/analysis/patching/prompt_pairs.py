@@ -267,15 +267,6 @@ def prompt_pairs(
     if (has_one_for_all or tokens.answer.shape == tokens.wrong.shape) and bool((tokens.answer == tokens.wrong).any()):
         raise InputError("wrong", expected="other tokens than the right answers", got=tokens.wrong.tolist())
     clean, corrupted = one_batch(model, clean, "clean"), one_batch(model, corrupted, "corrupted")
-    _require_same_layout(clean, corrupted)
-    with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
-        yield PromptPairs(model, clean, corrupted, tokens, direction)
-
-
-def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
-    """Raise `InputError` unless the clean and the corrupted batch have the same arguments, with equal shapes and the
-    same padding.
-    """
     if clean.keys() != corrupted.keys():
         names = ", ".join(clean) or "a tensor"
         expected = f"the arguments of clean, {names}"
@@ -290,6 +281,8 @@ def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any])
         if name.endswith("attention_mask") and not torch.equal(clean_value.bool(), corrupted_value.bool()):
             remedy = "pair prompts with the same number of tokens"
             raise InputError("corrupted", expected="the padding of clean", got=f"another {name}", remedy=remedy)
+    with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
+        yield PromptPairs(model, clean, corrupted, tokens, direction)
 
 
 def output_of_shape(
