@@ -118,6 +118,7 @@ def ablate(
     data = PassData(model, dataset, [])
     table_type: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation
     notes: list[str] = []
+    options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
     table: Ablation | SetAblation = table_of_pass(
         data,
         table_type,
@@ -129,10 +130,7 @@ def ablate(
         replacement_data={"digest": replacement.digest(model)} if isinstance(replacement, Replacement) else None,
         loss=name_of_loss(loss),
         loss_options=options_of_loss(loss),
-        out=out,
-        force=force,
-        progress=progress,
-        title=title,
+        **options,
     )
     for note in notes:
         warnings.warn(note, stacklevel=2)

@@ -143,19 +143,15 @@ def measure_further(
     make_table: Callable[[SiteRegistry, dict[str, Any]], TableT],
     *,
     special: Collection[int] | None,
-    out: str | Path | None,
-    force: bool,
-    progress: bool,
-    title: str | None,
-    **settings: Any,
+    **options: Any,
 ) -> TableT:
     """Run a model over a data set, and measure the statistics that `further` defines for each head. Return the table
     that `make_table` makes from them. In means, each sequence has the same weight. With torch.distributed, the
     processes share the batches.
 
-    The arguments `model` to `title` are those of `profile`; `settings` are other arguments of the run, JSON-compatible.
+    `model`, `dataset` and `special` are those of `profile`, and `options` further arguments of `table_of_pass`.
     """
-    data = pass_data(model, dataset, special, out=out, shown=progress)
+    data = pass_data(model, dataset, special, out=options["out"], shown=options["progress"])
     return table_of_pass(
         data,
         table_type,
@@ -163,11 +159,7 @@ def measure_further(
         lambda data_pass: measure_heads(data, watch_further(data.model, further, data.special), data_pass),
         lambda parts, metadata: make_table(merged_registry(data.model, parts), metadata),
         special=data.special,
-        out=out,
-        force=force,
-        progress=progress,
-        title=title,
-        **settings,
+        **options,
     )
 
 

@@ -134,9 +134,6 @@ class InContextLoss:
         return early.mean(1), late.mean(1)
 
 
-Head = tuple[int, int]
-"""A head: its layer's number, and its index in the layer."""
-
 REPLACEMENTS: dict[str, Callable[[NumberedBatches], Replacement]] = {"zero": lambda _data: zero(), "mean": mean}
 """Replacements of an ablated head's output by name: zeros, or its mean over the measured sequences."""
 
@@ -157,7 +154,7 @@ def in_context_score(
     late: int = 500,
     window: int = 32,
     sequences: int = 3,
-    heads: Collection[Head] | None = None,
+    heads: Collection[tuple[int, int]] | None = None,
     replacements: Collection[str] = ("zero",),
     repeats: bool = True,
     seed: int = 0,

@@ -160,6 +160,7 @@ def profile(
         weights = attention_digest(data.model, dict.fromkeys(row.module for row in rows))
         return Profile(rows, {**metadata, ATTENTION_DIGEST: weights})
 
+    options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
     return table_of_pass(
         data,
         Profile,
@@ -168,10 +169,7 @@ def profile(
         make_table,
         special=data.special,
         repeats=of_repeats,
-        out=out,
-        force=force,
-        progress=progress,
-        title=title,
+        **options,
     )
 
 

@@ -104,7 +104,7 @@ def circuits(model: nn.Module, batch: Any = None, *, title: str | None = None, p
             except NotLinearError as error:
                 stream, maps = str(error), [each.unfolded for each in placed]
         bar.advance()
-    heads = tuple(labels for _, labels in trace.attention.head_labels())
+    heads = tuple(labels for _, labels in trace.head_labels())
     return Circuits(heads, metadata, maps, stream, products, progress)
 
 

@@ -81,10 +81,6 @@ class ModuleMaps:
     rotation: Rotation
     why_no_qk: str | None
 
-    def kv_head(self, head: int) -> int:
-        """Return the index of the key/value head that the query head with index `head` uses."""
-        return head * len(self.key) // len(self.query)
-
 
 class PlacedModule(NamedTuple):
     """Attention module with its linear maps, its input in a recorded run of the model, and two recorded module calls.
@@ -111,7 +107,7 @@ def placed_modules(trace: RunTrace) -> list[PlacedModule]:
     in which a recorded run called them. Raise `InputError` unless the maps reproduce the head outputs and the module
     outputs of this run.
     """
-    return [_placed_module(trace, path) for path in trace.attention.weights]
+    return [_placed_module(trace, path) for path in trace.weights]
 
 
 def _placed_module(trace: RunTrace, path: str) -> PlacedModule:
@@ -119,7 +115,7 @@ def _placed_module(trace: RunTrace, path: str) -> PlacedModule:
     outputs in the recorded run.
     """
     (weights, output_path), call = head_weights(trace.model, path), trace.call_of(path)
-    shape = (1, trace.attention.weights[path].shape[1])
+    shape = (1, trace.weights[path].shape[1])
     if call is None or call.input is None or call.input.ndim != 3 or call.input.shape[:2] != shape:
         got = path if call is None or call.input is None else f"{tuple(call.input.shape)} in {path}"
         raise InputError("model", expected="attention modules that are called with (1, length, width)", got=got)
@@ -147,7 +143,7 @@ def _require_values(
     recorded attention weights times the values must be the recorded head outputs. The output weights times the head
     outputs must be the recorded result of the call `projection`.
     """
-    attention, recorded = trace.attention.weights[path], trace.attention.outputs.get(path)
+    attention, recorded = trace.weights[path], trace.outputs.get(path)
     group = len(weights["query"]) // len(weights["value"])
     values = torch.einsum("gdw,lw->gld", weights["value"], inputs[0]) + weights["value_bias"][:, None]
     out = attention @ values.repeat_interleave(group, 0) if attention.shape[-1] == values.shape[1] else None
@@ -192,7 +188,7 @@ def _scores(
     products = rotation.rotate(query, positions) @ keys.mT
     has_zeros = [(weights[part] == 0).flatten(1).all(1) for part in ("query", "key")]
     is_zero = has_zeros[0] | has_zeros[1].repeat_interleave(group)
-    scale, reason = _scale(call, products, trace.attention.weights[path], is_zero)
+    scale, reason = _scale(call, products, trace.weights[path], is_zero)
     if reason is None and rotation.depends_on_length():
         reason = f"the rotation in {path}, which depends on the length of the text"
     return scale, rotation, reason
@@ -241,9 +237,8 @@ def _scale(
     seen, plain = relative(weights.log()), relative(products)
     rounding = ROUNDING * float(visible[0].sum()) ** 0.5
     if bool((seen.norm(dim=1) < LEAST_SIGNAL * rounding)[~is_zero].any()):
-        return torch.ones(
-            len(products)
-        ), f"attention in {call.path} that is too uniform to show the factor of its scores"
+        reason = f"attention in {call.path} that is too uniform to show the factor of its scores"
+        return torch.ones(len(products)), reason
     module, cap = call.module, softcap_of(call.module)
     head_dim, options = getattr(module, "head_dim", None), getattr(module, "scores", None)
     stated = [getattr(module, "scaling", None), getattr(module, "scale", None), getattr(options, "scale", None)]

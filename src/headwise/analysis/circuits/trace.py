@@ -103,20 +103,41 @@ class ModuleCall(NamedTuple):
         return first if isinstance(first, Tensor) else None
 
 
-class AttentionTrace(SiteRegistry):
-    """Interceptor that records the attention weights and head outputs of every attention module while a model runs once
-    on one sequence. Weights and outputs are stored in one dictionary each, by the path of the module and in the order
-    of the calls.
-
-    Attributes:
-        weights: attention weights.
-        outputs: head outputs before the output projection.
+class RunTrace(SiteRegistry):
+    """Recorded run of a model on one sequence: attention weights, and head outputs before the output projection, by the
+    path of the module and in the order of the calls; and all calls of modules, in the order in which they ended.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, batch: Any) -> None:
         super().__init__(model)
+        self.model, self.calls = model, list[ModuleCall]()
         self.weights: dict[str, Float[Tensor, "heads queries keys"]] = {}
         self.outputs: dict[str, Float[Tensor, "heads queries value_dim"]] = {}
+        paths = {module: path for path, module in model.named_modules()}
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            call = ModuleCall(paths[module], module, args, kwargs, output)
+            if is_norm(module) and call.input is not None and call.result is not None:
+                with current_session().paused():  # copies have no source among the tensors of the model
+                    call = call._replace(of_norm=(call.input.clone(), call.result.clone()))
+            self.calls.append(call)
+
+        hooks = [module.register_forward_hook(note, with_kwargs=True) for module in paths]
+        try:
+            with torch.no_grad(), intercepted(model, self):
+                self.output = call_model(model, batch)
+        except HeadwiseError:
+            raise
+        except Exception as error:  # whatever a model raises for a batch, or for float64
+            got = f"{type(error).__name__}: {error}"
+            raise InputError("model", expected="one that runs in float64 on the batch", got=got) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.require_attention()
+        if unread := self.unread:
+            got = f"none in {', '.join(unread)}"
+            raise InputError("model", expected="attention in a way that can be seen", got=got)
 
     def observe(self, call: Call) -> Observation:
         """Return an `Observation` that stores the attention weights of a call in float64."""
@@ -145,46 +166,6 @@ class AttentionTrace(SiteRegistry):
             return attended.out
 
         return record
-
-
-class RunTrace:
-    """Recorded run of a model on a batch. The record has the attention weights and head outputs of attention modules,
-    and the arguments and the output of each module call.
-
-    Attributes:
-        attention: attention weights and head outputs.
-        calls: all calls of modules, in the order in which they ended.
-    """
-
-    def __init__(self, model: nn.Module, batch: Any) -> None:
-        self.model, self.attention = model, AttentionTrace(model)
-        self.calls: list[ModuleCall] = []
-        paths = {module: path for path, module in model.named_modules()}
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            call = ModuleCall(paths[module], module, args, kwargs, output)
-            if is_norm(module) and call.input is not None and call.result is not None:
-                with current_session().paused():  # copies have no source among the tensors of the model
-                    call = call._replace(of_norm=(call.input.clone(), call.result.clone()))
-            self.calls.append(call)
-
-        hooks = [module.register_forward_hook(note, with_kwargs=True) for module in paths]
-        try:
-            with torch.no_grad(), intercepted(model, self.attention):
-                self.output = call_model(model, batch)
-        except HeadwiseError:
-            raise
-        except Exception as error:  # whatever a model raises for a batch, or for float64
-            got = f"{type(error).__name__}: {error}"
-            raise InputError("model", expected="one that runs in float64 on the batch", got=got) from error
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self.attention.require_attention()
-        if unread := self.attention.unread:
-            raise InputError(
-                "model", expected="attention in a way that can be seen", got=f"none in {', '.join(unread)}"
-            )
 
     def call_of(self, path: str) -> ModuleCall | None:
         """Return the only call of the module at `path`; None if it was not called, or several times."""

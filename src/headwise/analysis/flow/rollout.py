@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.flow.layer_reader import LayerReader, eps_of, require_whole
-from headwise.analysis.head_pass import SequenceValues, SiteValues, measure_sequences, pass_data
-from headwise.analysis.nonfinite import nonfinite_error
+from headwise.analysis.head_pass import SequenceValues, SiteValues, measure_sequences, pass_data, require_finite_outputs
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.checks import collection_of, finite_number
-from headwise.data.batches import call_model, count_sequences_and_tokens, documents_of
+from headwise.data.batches import count_sequences_and_tokens, documents_of
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, Observation, SiteKey
@@ -222,8 +221,7 @@ def rolled_out(
         start, length = reader.columns.tokens.stop, reader.columns.values.shape[1]
     for site, of_site in sums.items():
         if not all(bool(each.isfinite().all()) for each in (*of_site.of_layer.values(), *of_site.rolled.values())):
-            error = nonfinite_error(model, lambda: call_model(model, batch), batch)
-            raise error or InputError("model", expected="finite attention", got=f"NaN or infinity in {site.label}")
+            require_finite_outputs([site.label], model, batch)
     return reader, sums
 
 

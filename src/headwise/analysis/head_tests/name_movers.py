@@ -20,7 +20,7 @@ from headwise.analysis.prompts import AnswerTokens
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import require_module, whole_number
-from headwise.data.batches import NumberedBatches, device_of, evaluation_mode
+from headwise.data.batches import NumberedBatches, device_of
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
@@ -172,8 +172,7 @@ def name_movers(
     require_module(model)
     drawn = name_prompts(tokenizer, prompts, seed, names, templates)
     whole_number("copied", copied, least=0)
-    with evaluation_mode(model), torch.no_grad():
-        require_causal_decoder(model, [batch_of_ids(model, drawn[0].ids[None])])
+    require_causal_decoder(model, [batch_of_ids(model, drawn[0].ids[None])])
     by_length: dict[int, list[NamePrompt]] = defaultdict(list)  # a model reads prompts of one length without padding
     for prompt in drawn:
         by_length[len(prompt.ids)].append(prompt)
@@ -334,8 +333,9 @@ def _copying(copy: nn.Module, prompts: Sequence[NamePrompt]) -> dict[str, Copyin
     found: dict[str, Copying] = {}
     for module, factor in zip(placed[1:], factors.of_modules[1:], strict=True):
         maps, highest, lowest = module.maps, [], []
-        for head, output in enumerate(maps.output):
-            logits = unembedding @ (factor * (output @ (maps.value[maps.kv_head(head)] @ inputs)))
+        values = maps.value.repeat_interleave(len(maps.output) // len(maps.value), 0)
+        for output, value in zip(maps.output, values, strict=True):
+            logits = unembedding @ (factor * (output @ (value @ inputs)))
             of_names = logits.gather(0, ids)
             highest.append((logits > of_names).sum(0) < TOP)
             lowest.append((logits < of_names).sum(0) < TOP)

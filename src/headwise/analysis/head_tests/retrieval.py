@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from headwise.analysis.head_tests.weight_reader import WeightReader, batch_of_id
 from headwise.analysis.viewer import DISAGREEMENT
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import collection_of, probability, require_module, whole_number
-from headwise.data.batches import NumberedBatches, device_of, digest_of, evaluation_mode
+from headwise.data.batches import NumberedBatches, device_of, digest_of
 from headwise.data.tokenization import max_input_tokens
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, SiteKey
@@ -138,33 +137,31 @@ def retrieval_score(
     require_fast(tokenizer)
     texts = _texts(tokenizer, haystack, lengths, depths, needles, seed)
     forced = [forced_answer(tokenizer, text) for text in texts]
-    with evaluation_mode(model), torch.no_grad():
-        require_causal_decoder(model, [batch_of_ids(model, forced[0].ids[None, :CHECKED])])
+    require_causal_decoder(model, [batch_of_ids(model, forced[0][0][None, :CHECKED])])
     limit = max_input_tokens(model, tokenizer)
-    for text, answered in zip(texts, forced, strict=True):
-        if limit is not None and len(answered.ids) > limit:
+    for text, (ids, _, _) in zip(texts, forced, strict=True):
+        if limit is not None and len(ids) > limit:
             raise InputError("lengths", expected=f"at most {limit} tokens, the model's limit", got=text.length)
     reader, needle_of = _TopKeys(model), list(dict.fromkeys(text.needle for text in texts))
-    batches = [{"input_ids": each.ids[None], "text": torch.tensor([index])} for index, each in enumerate(forced)]
+    batches = [{"input_ids": ids[None], "text": torch.tensor([index])} for index, (ids, _, _) in enumerate(forced)]
     numbered = NumberedBatches(batches, [needle_of.index(text.needle) for text in texts])
     data = pass_data(model, numbered, (), out=out, shown=progress)
 
     def measure_batch(batch: dict[str, Any]) -> tuple[list[SiteRecord], SiteValues]:
-        index = int(batch["text"])
-        answered = forced[index]
+        ids, places, first = forced[int(batch["text"])]
         if continuation == "generated":
-            answered = generated_answer(model, tokenizer, texts[index], answered)
-        ids, needle = answered.ids, answered.ids[answered.needle]
+            ids = generated_answer(model, tokenizer, ids, first)
+        needle = ids[places]
         # Each token of the answer that the continuation repeats counts as often as it occurs in both.
         expected = Counter(needle.tolist())
-        repeated = (expected & Counter(ids[answered.first :].tolist())).total() / expected.total()
-        reader.rows = range(answered.first - 1, len(ids) - 1)
+        repeated = (expected & Counter(ids[first:].tolist())).total() / expected.total()
+        reader.rows = range(first - 1, len(ids) - 1)
         output = reader.run(ids[None])
         if continuation == "generated":
-            answered.require_same_tokens(output)
+            require_same_tokens(ids, first, output)
         values: SiteValues = {}
         for site, keys in reader.found.items():
-            is_copy = (keys[:, None] == answered.needle[:, None]) & (ids[answered.first :] == needle[:, None])
+            is_copy = (keys[:, None] == places[:, None]) & (ids[first:] == needle[:, None])
             scores = is_copy.any(2).double().mean(1, keepdim=True).mT
             values[site] = {
                 SCORE: scores if continuation == "forced" or repeated > recall else torch.full_like(scores, torch.nan),
@@ -278,37 +275,10 @@ MORE = 4
 """Number of tokens that are generated in addition to as many as the answer has."""
 
 
-@dataclass(frozen=True, eq=False)
-class Answered:
-    """Token ids of a long text with a hidden sentence, of a question about it, and of an answer to the question.
-
-    Attributes:
-        needle: places of the tokens of the needle's answer.
-        first: place of the first token of the answer to the question.
+def forced_answer(tokenizer: Any, text: Haystack) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " places"], int]:
+    """Return the tokens of a long text, its question and the correct answer to it; the places of the needle's answer
+    among them; and the place of the first token of the answer to the question.
     """
-
-    ids: Int[Tensor, " tokens"]
-    needle: Int[Tensor, " places"]
-    first: int
-
-    def require_same_tokens(self, output: Any) -> None:
-        """Raise `InputError` unless each token of a generated answer has the largest logit in `output`, up to rounding.
-        For `output`, the model read text and answer at once; attention may then differ from that during generation.
-        """
-        logits = output.logits[0, self.first - 1 : -1].float().cpu()
-        own = logits.gather(1, self.ids[self.first :, None])[:, 0]
-        below = (logits.amax(1) - own) / logits.abs().amax(1)
-        if not bool((below <= max(DISAGREEMENT, 8 * torch.finfo(output.logits.dtype).eps)).all()):
-            raise InputError(
-                "model",
-                expected="one that generates the tokens with the largest logits in one call for all tokens",
-                got="other tokens",
-                remedy='use continuation="forced", or change its generation config',
-            )
-
-
-def forced_answer(tokenizer: Any, text: Haystack) -> Answered:
-    """Return the tokens of a long text, its question, and the correct answer."""
     prompt, spans = prompt_with_spans(tokenizer, text.text)
     whole, _ = prompt_with_spans(tokenizer, text.text + text.continuation)
     first = len(prompt)
@@ -319,27 +289,43 @@ def forced_answer(tokenizer: Any, text: Haystack) -> Answered:
         )
     start, stop = text.answer
     places = [index for index, (begin, end) in enumerate(spans) if begin < stop and end > start]
-    return Answered(torch.tensor(whole), torch.tensor(places), first)
+    return torch.tensor(whole), torch.tensor(places), first
 
 
-def generated_answer(model: Any, tokenizer: Any, text: Haystack, forced: Answered) -> Answered:
-    """Return the tokens of a long text, its question, and the answer that the model generates. The generated answer has
-    at most 4 tokens more than the correct answer.
-    """
+def generated_answer(
+    model: Any, tokenizer: Any, forced: Int[Tensor, " tokens"], first: int
+) -> Int[Tensor, " generated_tokens"]:
+    """Return the tokens with the answer that the model generates, of at most 4 tokens more than the correct one."""
     if not (hasattr(model, "can_generate") and model.can_generate()):
         remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
         raise InputError("model", expected="a model that generates text", got=type(model).__name__, remedy=remedy)
-    ids = forced.ids[None, : forced.first].to(device_of(model))
+    ids = forced[None, :first].to(device_of(model))
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     generate: Any = model.generate
     result = generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=len(forced.ids) - forced.first + MORE,
+        max_new_tokens=len(forced) - first + MORE,
         do_sample=False,
         num_beams=1,
         pad_token_id=pad,
     )
     if len(result) != 1 or result.shape[1] <= ids.shape[1]:
         raise InputError("model", expected="a generation config that returns one sequence", got=f"{len(result)}")
-    return replace(forced, ids=result[0].cpu())
+    answered: Tensor = result[0].cpu()
+    return answered
+
+
+def require_same_tokens(ids: Int[Tensor, " tokens"], first: int, output: Any) -> None:
+    """Raise `InputError` unless each token of a generated answer has the largest logit in `output`, up to rounding. For
+    `output`, the model read text and answer at once; otherwise attention may differ from that during generation.
+    """
+    logits = output.logits[0, first - 1 : -1].float().cpu()
+    below = (logits.amax(1) - logits.gather(1, ids[first:, None])[:, 0]) / logits.abs().amax(1)
+    if not bool((below <= max(DISAGREEMENT, 8 * torch.finfo(output.logits.dtype).eps)).all()):
+        raise InputError(
+            "model",
+            expected="one that generates the tokens with the largest logits in one call for all tokens",
+            got="other tokens",
+            remedy='use continuation="forced", or change its generation config',
+        )

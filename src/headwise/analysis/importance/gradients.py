@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.analysis.head_pass import PassData, merged_registry
 from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_some_loss
@@ -54,11 +54,6 @@ class ImportanceTask(NamedTuple):
     loss: Loss
     warnings: list[str]
 
-    @property
-    def model(self) -> nn.Module:
-        """The model whose heads are measured."""
-        return self.data.model
-
 
 class GateTensors(SiteRegistry):
     """Interceptor that multiplies the output of every head by a gate, so that a loss can be differentiated with respect
@@ -71,7 +66,7 @@ class GateTensors(SiteRegistry):
     """
 
     def __init__(self, task: ImportanceTask) -> None:
-        super().__init__(task.model)
+        super().__init__(task.data.model)
         self.has_batches = False
         self.by_site: dict[SiteKey, Float[Tensor, "#examples heads"]] = {}
         self._task = task
@@ -79,12 +74,10 @@ class GateTensors(SiteRegistry):
         self._lock = threading.Lock()
 
     def start_batch(self, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Move a batch to the model's device, and call the `prepare` method of the loss with it, while head outputs are
-        not multiplied by gates. Return the moved batch and its number of examples.
-        """
-        batch = to_device(batch, device_of(self._task.model))
+        """Prepare the loss for a batch without gates; return it on the model's device, and its number of examples."""
+        batch = to_device(batch, device_of(self._task.data.model))
         self.by_site, self._create = {}, None
-        prepare_loss(self._task.loss, self._task.model, batch)
+        prepare_loss(self._task.loss, self._task.data.model, batch)
         self.has_batches = True
         return batch, count_sequences_and_tokens(batch)[0]
 
@@ -93,7 +86,7 @@ class GateTensors(SiteRegistry):
         called at the first call of each attention module, and returns the gates of this module.
         """
         self.by_site, self._create = {}, create
-        losses = finite_loss_per_example(self._task.loss, self._task.model, batch)
+        losses = finite_loss_per_example(self._task.loss, self._task.data.model, batch)
         if self.by_site and not losses.requires_grad:
             remedy = 'use method="ablation", which needs none'
             raise InputError("loss", expected="one that records gradients", got="a tensor without", remedy=remedy)
@@ -147,10 +140,8 @@ def gate_dtype(out: Tensor) -> torch.dtype:
 
 @contextmanager
 def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
-    """Multiply head outputs of the model by gates while the context is active, and yield the object that sets the
-    gates. The model is in evaluation mode, and its parameters are frozen.
-    """
-    model, gates = task.model, GateTensors(task)
+    """Multiply head outputs by gates in evaluation mode, with frozen parameters; yield what sets the gates."""
+    model, gates = task.data.model, GateTensors(task)
     # Leaving inference mode also turns gradients on.
     with evaluation_mode(model), frozen_parameters(model), torch.inference_mode(False), intercepted(model, gates):
         yield gates
@@ -219,7 +210,7 @@ class GradientMethod:
         additional entries for the table's metadata. For an example in which a head did not run, the derivative counts
         as 0.
         """
-        registry, counted = merged_registry(task.model, parts), _zeros(torch.zeros(0, dtype=torch.bool), None)
+        registry, counted = merged_registry(task.data.model, parts), _zeros(torch.zeros(0, dtype=torch.bool), None)
         for part in parts:
             counted = counted.merge(part.counted)
         require_some_loss(int(counted.count))

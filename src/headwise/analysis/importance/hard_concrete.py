@@ -113,7 +113,7 @@ class HardConcrete:
         """
         rows: list[HeadRow] = []
         fits = parts[0].values.values()
-        for record, labels in merged_registry(task.model, parts[:1]).head_labels():
+        for record, labels in merged_registry(task.data.model, parts[:1]).head_labels():
             log_alpha = torch.stack([fit[record.site][LOG_ALPHA][labels["head"]] for fit in fits])
             values = {"open": self.open_probability(log_alpha), "gate": _stretched(torch.sigmoid(log_alpha))}
             statistics = {name: MeanEstimate.of(of_fits.tolist()) for name, of_fits in values.items()}

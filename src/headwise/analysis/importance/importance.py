@@ -178,6 +178,7 @@ def importance(
         rows = list(_normalised_per_layer(rows)) if normalise else rows
         return Importance(tuple(rows), {**metadata, "measured": metadata["measured"] | further})
 
+    of_run: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
     table = table_of_pass(
         data,
         Importance,
@@ -188,10 +189,7 @@ def importance(
         loss=getattr(loss, "__qualname__", type(loss).__qualname__),
         loss_options=options_of_loss(loss),
         normalise=normalise,
-        out=out,
-        force=force,
-        progress=progress,
-        title=title,
+        **of_run,
     )
     for message in task.warnings:
         warnings.warn(message, stacklevel=2)

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headwise.analysis.head_pass import TableT
 from headwise.analysis.nonfinite import nonfinite_error
 from headwise.analysis.prompts import AnswerTokens, one_batch
 from headwise.analysis.recording import RecordedOutputs, RecordedRun
@@ -19,11 +20,8 @@ from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import SiteKey
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.rows import HeadRow, MeanEstimate
-from headwise.runs.table import Table
 from headwise.settings import PATCH_DIRECTIONS
 from headwise.shapes import Float
-
-TableT = TypeVar("TableT", bound=Table[Any])
 
 LayerHead = tuple[int | str, int]
 """A head: its layer's number, or the path of its attention module, and its index in the layer."""

@@ -265,7 +265,7 @@ def redundancy(
         )
         return Redundancy(rows, metadata, **similarity, clusters=clusters)
 
-    options: dict[str, Any] = {"force": force, "progress": progress, "title": title}
+    options: dict[str, Any] = {"out": out, "force": force, "progress": progress, "title": title}
     table = table_of_pass(
         data,
         Redundancy,
@@ -276,7 +276,6 @@ def redundancy(
         threshold=threshold,
         loss=None if loss is None else name_of_loss(loss),
         loss_options=options_of_loss(loss),
-        out=out,
         **options,
     )
     comparison.warn_of_unread(stacklevel=3)
@@ -284,8 +283,8 @@ def redundancy(
         return table
     sets = {f"{layer}.{head}": [(layer, head)] for heads in table.clusters for layer, head in heads}
     sets |= {f"cluster {index}": list(heads) for index, heads in enumerate(table.clusters)}
-    folder = None if out is None else Path(out) / "clusters"
-    effects = ablate(model, data.dataset, loss, units=sets, out=folder, **options).rows
+    options["out"] = None if out is None else Path(out) / "clusters"
+    effects = ablate(model, data.dataset, loss, units=sets, **options).rows
     costs = {name: row.statistics["cost"] for name, row in zip(sets, effects, strict=True)}
     cluster_costs = tuple(
         ClusterCost(heads, tuple(costs[f"{layer}.{head}"] for layer, head in heads), costs[f"cluster {index}"])
