@@ -132,7 +132,7 @@ def contracted(call: FunctionCall, result: Any) -> FunctionCall:
     """
     trace = current_trace()
     if call.function in _MULTIPLICATIONS:
-        is_product = len(call.tensors) == 2 and isinstance(result, Tensor) and not any(map(is_parameter, call.tensors))
+        is_product = len(call.tensors) == 2 and isinstance(result, Tensor) and not any(map(_is_scale, call.tensors))
         if is_product and any(_is_broadcast(factor, result) for factor in call.tensors):
             factors = call.tensors[0], call.tensors[1]
             record = BroadcastProduct(factors, version_of(result), TensorVersions(call.tensors))
@@ -147,6 +147,11 @@ def contracted(call: FunctionCall, result: Any) -> FunctionCall:
             dims = (dims,) if isinstance(dims, int) else tuple(dims)
             return FunctionCall(multiplied_and_summed, (*product.factors, dims, bool(arguments.get("keepdim"))), {})
     return call
+
+
+def _is_scale(factor: Tensor) -> bool:
+    """Return True for a parameter that is no matrix, such as the factors of a norm."""
+    return is_parameter(factor) and sum(size > 1 for size in factor.shape) < 2
 
 
 def _is_broadcast(factor: Tensor, result: Tensor) -> bool:
