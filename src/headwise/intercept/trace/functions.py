@@ -4,7 +4,7 @@ tensors by identity.
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -92,14 +92,42 @@ class FunctionCall:
 
 
 def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
-    """Return all tensors in `arguments`, also those inside nested lists, tuples and dicts."""
+    """Return all tensors in `arguments`, also those inside nested lists, tuples and dicts. Each of these containers is
+    read once, so that it may contain itself.
+    """
     tensors: list[Tensor] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            tensors.append(argument)
-        elif isinstance(argument, _CONTAINERS) and not isinstance(argument, torch.Size):
-            tensors += tensors_among(argument.values() if isinstance(argument, dict) else argument)
+    read: dict[int, Any] = {}
+    waiting = [iter(arguments)]
+    while waiting:
+        for argument in waiting[-1]:
+            if isinstance(argument, Tensor):
+                tensors.append(argument)
+            elif isinstance(argument, _CONTAINERS) and type(argument) is not torch.Size and id(argument) not in read:
+                read[id(argument)] = argument
+                waiting.append(iter(_elements(argument)))
+                break
+        else:
+            waiting.pop()
     return tensors
+
+
+MOST_NESTED = 100
+"""Largest number of containers inside each other whose elements are compared or changed."""
+
+
+def are_nested_deeply(arguments: Iterable[Any]) -> bool:
+    """Return True if containers are nested deeply in `arguments`, as in a list or a dict that contains itself."""
+    containers: list[Any] = [list(arguments)]
+    for _ in range(MOST_NESTED):
+        elements = (element for container in containers for element in _elements(container))
+        containers = list({id(each): each for each in elements if isinstance(each, (*_CONTAINERS, Mapping))}.values())
+        if not containers:
+            return False
+    return True
+
+
+def _elements(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, Mapping) else container
 
 
 _CONTAINERS = (tuple, list, dict)
