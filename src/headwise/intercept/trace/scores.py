@@ -597,15 +597,15 @@ def _are_weights_of(scores: ScoreTensor, expected: ScoreTensor, weights: ScoreTe
 
 
 def unshifted(scores: ScoreTensor) -> ScoreTensor | None:
-    """Return `scores`, the input of a softmax that a model computes, unchanged. Return None if the largest score of
-    every row is 0, or the log-sum-exp of every row: the model has then subtracted the maximum or the log-sum-exp by
-    hand, and the original scores are unknown.
+    """Return `scores`, the input of a softmax that a model computes, unchanged. Return None if no score is above 0, and
+    the largest score of some row is 0, or the log-sum-exp of every row: the model has then subtracted the maximum,
+    perhaps only where it is positive, or the log-sum-exp by hand, and the original scores are unknown.
     """
     largest = scores.amax(-1) if scores.numel() else None
     if largest is None or not bool((largest <= 0).all()):
         return scores
     tolerance = torch.finfo(scores.dtype).eps ** 0.5
-    is_shifted = bool((largest == 0).all()) or bool((scores.logsumexp(-1).abs() <= tolerance).all())
+    is_shifted = bool((largest == 0).any()) or bool((scores.logsumexp(-1).abs() <= tolerance).all())
     return None if is_shifted else scores
 
 
