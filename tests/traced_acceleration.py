@@ -1,6 +1,8 @@
 """Checks of accelerated models under torch.compile and torch.export; tests run them in separate processes."""
 
+import contextlib
 import copy
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +61,7 @@ def records_native_operators():
             recorded(model, x, graphs)
         assert graphs == [[f"headwise.{operator}"] * 2, ["torch"] * 2, ["torch"] * 2], graphs
         torch._dynamo.reset()
-        assert compiled_modules.depth == 0
+        assert not any(compiled_modules.depths.values())
         of_output = torch.randn(2, 7, 36)
         expected = torch.autograd.grad(model(x), list(model.parameters()), of_output)
         with hw.accelerate(model):
@@ -87,3 +89,65 @@ def runs_as_without():
         assert "computed by the native kernels" in str(acceleration), str(acceleration)
         acceleration.restore()
         torch._dynamo.reset()
+
+
+class Interrupted(Attention):
+    """Attention after a break of the compiled graph, at which it raises an exception or calls `inside`."""
+
+    error, inside = None, None
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        if self.inside is not None:
+            self.inside()
+        if self.error is not None:
+            raise self.error
+        return super().forward(x)
+
+
+def marks_no_other_models():
+    """Check that a model which is not accelerated has torch's attention in compiled code: in another thread while an
+    accelerated one runs, and after an exception in the accelerated one.
+    """
+    accelerated_sdpa._why_slower = lambda problem, hides_nothing: None
+    x = torch.randn(2, 7, 36)
+
+    def kinds(model):
+        torch._dynamo.reset()
+        functions = []
+
+        def backend(module, _):
+            functions.extend("torch" if node.target is SDPA else str(node.target) for node in module.graph.nodes)
+            return module.forward
+
+        torch.compile(model, backend=backend)(x)
+        return {"native" for each in functions if "headwise" in each} | {each for each in functions if each == "torch"}
+
+    def elsewhere():
+        thread = threading.Thread(target=lambda: found.append(kinds(nn.Sequential(Attention(None)))))
+        thread.start()
+        thread.join()
+
+    with torch.no_grad():
+        model, found = nn.Sequential(*(Interrupted(None) for _ in range(12))), []
+        with hw.accelerate(model):
+            assert kinds(model) == {"native"}
+            model[1].inside = torch._dynamo.disable(elsewhere)
+            kinds(model)
+            assert found == [{"torch"}], found
+            model[1].inside = None
+            for error in (ValueError("stop"), KeyboardInterrupt("stop")):
+                model[1].error = error
+                with contextlib.suppress(ValueError, KeyboardInterrupt):
+                    kinds(model)
+                model[1].error = None
+                elsewhere()
+                assert kinds(model) == {"native"}
+                assert kinds(nn.Sequential(Attention(None))) == {"torch"}
+            model[1].error = error
+            with contextlib.suppress(KeyboardInterrupt):
+                kinds(model)
+        with hw.accelerate(nn.Sequential(Attention(None))):
+            model[1].error = None
+            assert kinds(model) == {"torch"}
+        assert found == [{"torch"}] * 3, found

@@ -264,3 +264,7 @@ def test_a_compiled_model_records_native_operators(tracing_server):
 
 def test_a_compiled_model_runs_as_without_acceleration(tracing_server):
     tracing_server.run("import traced_acceleration; traced_acceleration.runs_as_without()")
+
+
+def test_a_compiled_model_marks_no_other_models(tracing_server):
+    tracing_server.run("import traced_acceleration; traced_acceleration.marks_no_other_models()")

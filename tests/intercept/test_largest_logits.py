@@ -68,11 +68,17 @@ def test_the_value_is_the_largest_over_all_sequences_and_calls():
     assert [row["max_logit"] for row in rows] == pytest.approx(expected(model, *map(inputs, range(3))), rel=1e-12)
 
 
-def test_scores_that_were_shifted_are_not_reported():
+def shifted_if_positive(scores):
+    """Return scores less the largest of each row, or less 0, as in a softmax with a score of 0 that has no key."""
+    return scores - scores.amax(-1, keepdim=True).clamp(min=0)
+
+
+@pytest.mark.parametrize("shift", [shifted, shifted_if_positive])
+def test_scores_that_were_shifted_are_not_reported(shift):
     """A softmax by hand subtracts the largest score of each row; then nothing is known of the logit."""
-    model = Attention(shifted).double()
+    model = Attention(shift).double()
     with pytest.warns(UserWarning, match=UNKNOWN):
-        rows = watched_rows(model, [shifted])
+        rows = watched_rows(model, [shift])
     assert "max_logit" not in rows[0]
     assert rows[0]["entropy"] > 0
 

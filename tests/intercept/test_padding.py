@@ -347,3 +347,50 @@ def test_appended_keys_of_torch_have_no_position(option, need_weights):
         for name, shift in (("self", 0), ("previous", -1), ("next", 1)):
             values[name] = float(sum(each.diagonal(shift).mean() for each in tokens)) / 2
     require_statistics(heads.rows(), expected)
+
+
+class Layer(Attention):
+    """Attention whose output does not depend on its arguments that are the ids and the padding of the tokens."""
+
+    def __init__(self, is_causal):
+        super().__init__()
+        self.is_causal = is_causal
+
+    def forward(self, x, input_ids, attention_mask):
+        return super().forward(x + 0.0 * input_ids[..., None], None, None, self.is_causal)
+
+
+class Overwriting(nn.Module):
+    """Two layers, between which the ids and the padding of the tokens are changed in place."""
+
+    def __init__(self, is_causal):
+        super().__init__()
+        self.first, self.second = Layer(is_causal), Layer(is_causal)
+
+    def forward(self, x, input_ids, attention_mask):
+        x = self.first(x, input_ids, attention_mask)
+        input_ids[:, ::3] = 1
+        attention_mask[0, -4:] = 0
+        self.kept = x.clone(), input_ids.clone(), attention_mask.clone()
+        return self.second(x, input_ids, attention_mask)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_ids_and_padding_that_change_in_place_are_read_again(mode, is_causal):
+    torch.manual_seed(11)
+    model, x, ids = Overwriting(is_causal), torch.randn(2, 11, WIDTH), torch.randint(2, 7, (2, 11))
+    for _ in range(3):
+        with mode():
+            with hw.watch(model, special=[1]) as heads:
+                model(x, input_ids=ids.clone(), attention_mask=RIGHT.long())
+            hidden, *arguments = model.kept
+            with hw.watch(model.second, special=[1]) as expected:
+                model.second(hidden, *arguments)
+        rows = [row for row in heads.rows() if row["module"] == "second"]
+        for row, other in zip(rows, expected.rows(), strict=True):
+            names = row.keys() - LABELS
+            assert row["special"] > 0
+            assert names == other.keys() - LABELS
+            for name in names:
+                assert row[name] == pytest.approx(other[name], rel=1e-5), name

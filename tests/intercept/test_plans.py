@@ -4,6 +4,7 @@ import copy
 import gc
 import warnings
 import weakref
+from collections import UserDict
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -486,3 +487,81 @@ def test_a_model_with_plans_is_freed():
     del model
     gc.collect()
     assert alive() is None
+
+
+def cycle_of_lists():
+    cycle = [torch.ones(2)]
+    cycle.append([cycle])
+    return cycle
+
+
+def cycle_of_dicts():
+    cycle = {"a": torch.ones(2)}
+    cycle["b"] = {"c": [cycle]}
+    return cycle
+
+
+def cycle_of_tuples():
+    inner = []
+    cycle = (torch.ones(2), inner)
+    inner.append(cycle)
+    return cycle
+
+
+def mapping_with_itself():
+    cycle = UserDict(a=1)
+    cycle["b"] = cycle
+    return cycle
+
+
+def deep_list():
+    nested = [torch.ones(2)]
+    for _ in range(5000):
+        nested = [nested]
+    return nested
+
+
+class WithCycles(Model):
+    """The same with an argument that it passes to the layer and returns, next to the result."""
+
+    class Layer(nn.Module):
+        """Output projection of heads that are passed in a container."""
+
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(24, 24)
+
+        def forward(self, heads):
+            """Return the output of the layer."""
+            return self.proj(heads[0])
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.last = nn.Linear(24, 72), self.Layer()
+
+    def forward(self, x, others):
+        """Return a container with itself, as are the arguments of the last layer."""
+        q, k, v = (part.unflatten(-1, (3, 8)).transpose(1, 2) for part in self.qkv(super().forward(x)).chunk(3, -1))
+        heads = [F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)]
+        heads.append(heads)
+        output = {"others": others, "output": self.last(heads)}
+        output["itself"] = output
+        return output
+
+
+@pytest.mark.filterwarnings("error", "ignore:the output projection was not seen")
+@pytest.mark.parametrize("make", [cycle_of_lists, cycle_of_dicts, cycle_of_tuples, mapping_with_itself, deep_list])
+def test_arguments_that_contain_themselves_have_no_plan(make, followed):
+    model, others = WithCycles(), make()
+    with torch.no_grad():
+        expected = model(inputs(), others)["output"]
+        for _ in range(3):
+            with hw.watch(model) as heads:
+                assert torch.equal(model(inputs(), others)["output"], expected)
+            assert len(heads.rows()) == 9
+            with hw.gate(model, {("layers.0", 1): 0.0, ("", 2): 0.0}):
+                gated = model(inputs(), others)["output"]
+        for proj, head in ((model.layers[0].o_proj, 1), (model.last.proj, 2)):
+            proj.weight[:, 8 * head : 8 * (head + 1)] = 0.0
+        torch.testing.assert_close(gated, model(inputs(), others)["output"])
+    assert not followed

@@ -229,3 +229,128 @@ def test_joined_streams_in_another_order_have_no_positions(attend, order):
     with warning, hw.watch(model, sites=[hw.Site("", kind="self")]) as heads:
         model(torch.randn(2, 4, 15), torch.randn(2, 4, 15))
     assert not OF_POSITIONS & heads.rows()[0].keys()
+
+
+# -- tokens that are mixed by a matrix --------------------------------------------------------------------------------
+
+ORDERS = {"permutation": torch.eye(7)[ORDER], "mixture": torch.rand(7, 7, generator=torch.Generator().manual_seed(0))}
+
+WAYS_TO_MIX = {
+    "matmul": lambda p, x: p @ x,
+    "on the right": lambda p, x: (x.mT @ p.mT).mT,
+    "einsum": lambda p, x: torch.einsum("...jd,ij->...id", x, p),
+    "linear": lambda p, x: F.linear(x.mT, p).mT,
+    "tensordot": lambda p, x: torch.tensordot(p, x, ([1], [x.ndim - 2])).movedim(0, -2),
+    "product and sum": lambda p, x: (p[:, :, None] * x.unsqueeze(-3)).sum(-2),
+}
+
+MIXED = [(names, is_before) for names in ("q", "k", "v", "kv") for is_before in (True, False)] + [("qkv", False)]
+"""Tensors that are mixed (queries, keys or values), and if this is done before their projections. Tokens in another
+order before all projections have the positions of this order.
+"""
+
+
+class Mixed(nn.Module):
+    """Attention whose queries, keys or values a matrix mixes, before or after their projection.
+
+    Args:
+        attend: function that computes the outputs of the heads.
+        mix: function of the matrix and a tensor.
+        names: those that are mixed, among "qkv".
+        is_before: True to mix the inputs of the projections.
+    """
+
+    def __init__(self, attend, mix, names, is_before):
+        super().__init__()
+        self.projections = nn.ModuleDict({name: nn.Linear(15, 15) for name in "qkv"})
+        self.out, self.attend, self.mix, self.names, self.is_before = nn.Linear(15, 15), attend, mix, names, is_before
+        self.outside = []
+
+    def forward(self, x, *matrices):
+        matrix = [*matrices, *self.outside, getattr(self, "matrix", None)][0]
+        parts = []
+        for name, projection in self.projections.items():
+            is_mixed = name in self.names
+            part = self.mix(matrix, x) if is_mixed and self.is_before else x
+            part = projection(part)
+            parts.append(split(self.mix(matrix, part) if is_mixed and not self.is_before else part))
+        self.weights = (parts[0] @ parts[1].mT / 5**0.5).exp()  # a softmax would be one more, without a product
+        self.weights = self.weights / self.weights.sum(-1, keepdim=True)
+        return self.out(merge(self.attend(*parts)))
+
+
+def with_matrix(model, matrix, owner):
+    """Return the model with its matrix, and further arguments of its calls."""
+    if owner == "plain":
+        model.outside.append(matrix)
+    elif owner == "buffer":
+        model.register_buffer("matrix", matrix)
+    elif owner == "parameter":
+        model.matrix = nn.Parameter(matrix)
+    return model, [matrix] if owner == "argument" else []
+
+
+@pytest.mark.parametrize(("names", "is_before"), MIXED)
+@pytest.mark.parametrize("owner", ["plain", "buffer", "parameter", "argument"])
+@pytest.mark.parametrize("way", WAYS_TO_MIX)
+def test_positions_of_tokens_that_a_matrix_mixes_are_left_out(way, owner, names, is_before):
+    for attend, matrix in zip(ATTENTIONS, ORDERS.values(), strict=False):
+        model, arguments = with_matrix(Mixed(attend, WAYS_TO_MIX[way], names, is_before), matrix, owner)
+        match = "positions of queries among the keys could not|it is unknown if queries and keys of these modules"
+        for _ in range(3):  # also if a call follows a plan
+            with pytest.warns(UserWarning, match=f"({match}).*: Mixed"), hw.watch(model) as heads:
+                model(torch.randn(2, 7, 15), *arguments)
+            is_unknown = (owner, names, is_before) == ("argument", "kv", True)  # keys and values have a further source
+            assert {row["kind"] for row in heads.rows()} == {"cross" if is_unknown else "self"}
+            for row in heads.rows():
+                assert not OF_POSITIONS - {"first"} & row.keys()
+            confidence = model.weights.amax(-1).mean((0, 2)).tolist()
+            assert [row["confidence"] for row in heads.rows()] == pytest.approx(confidence, rel=1e-5)
+
+
+WAYS_TO_ROTATE = {
+    "on the right": lambda p, x: x @ p,
+    "on the left": lambda p, x: (p @ x.mT).mT,
+    "einsum": lambda p, x: torch.einsum("de,...d->...e", p, x),
+    "tensordot": lambda p, x: torch.tensordot(x, p, 1),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("names", ["k", "qk", "qkv"])
+@pytest.mark.parametrize("owner", ["plain", "buffer"])
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("way", WAYS_TO_ROTATE)
+def test_a_matrix_of_features_keeps_the_positions(way, owner, names, is_before):
+    is_before &= way != "on the left"  # the axis of the features is known after a projection
+    matrix = torch.linalg.qr(torch.randn(15, 15))[0]
+    for attend in ATTENTIONS[:2]:
+        model, _ = with_matrix(Mixed(attend, WAYS_TO_ROTATE[way], names, is_before), matrix, owner)
+        for _ in range(3):
+            with hw.watch(model) as heads:
+                model(torch.randn(2, 7, 15))
+            expected = model.weights.diagonal(-1, -2, -1).sum(-1).mean(0).div(6).tolist()
+            assert [row["previous"] for row in heads.rows()] == pytest.approx(expected, rel=1e-5)
+
+
+class PlainWeights(nn.Module):
+    """Self-attention whose weights are tensors, but no parameters, and which attends to a context, if there is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = [torch.randn(15, 15) / 4 for _ in range(4)]
+
+    def forward(self, x, context=None):
+        tokens = (x, *2 * [x if context is None else context])
+        q, k, v = (split(each @ w) for each, w in zip(tokens, self.tensors, strict=False))
+        return merge(softmax(q, k, v)) @ self.tensors[3]
+
+
+@pytest.mark.parametrize(("context", "kind"), [((), "self"), ((torch.randn(2, 7, 15),), "cross")])
+def test_weights_that_are_no_parameters_do_not_decide_the_kind(context, kind):
+    model = PlainWeights()
+    for _ in range(2):
+        with hw.watch(model) as heads:
+            model(torch.randn(2, 7, 15), *context)
+        assert {row["kind"] for row in heads.rows()} == {kind}
+        assert all(("previous" in row) == (kind == "self") for row in heads.rows())

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial, wraps
+from itertools import count
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize, ref
@@ -39,6 +40,10 @@ NOT_SDPA = "it does not call torch.nn.functional.scaled_dot_product_attention"
 """Reason for a module that is called attention, ran, and made no call of SDPA."""
 
 
+_NUMBERS = count()
+"""Numbers of accelerations."""
+
+
 class ModuleCalls(NamedTuple):
     """Numbers of attention calls of one module of an accelerated model: of the calls that headwise's native CPU kernels
     computed, and of those that torch computed.
@@ -61,6 +66,7 @@ class Acceleration:
 
     Attributes:
         is_active: True until `restore` is called.
+        number: number of the acceleration, unique among all.
         patches: context in which calls of SDPA are intercepted.
     """
 
@@ -73,7 +79,7 @@ class Acceleration:
         self._ran: set[str] = set()
         self._counts: Counter[tuple[str, str | None]] = Counter()
         self._lock = threading.Lock()
-        self.is_active = True
+        self.is_active, self.number = True, next(_NUMBERS)
         self._remove = finalize(model, _install(model, self).close)
 
     def __enter__(self) -> "Acceleration":
@@ -89,6 +95,7 @@ class Acceleration:
         self.is_active = False
         self._remove()
         accelerated_modules.discard_ended()
+        compiled_modules.depths.pop(self.number, None)
 
     def on_start(self, path: str) -> None:
         """Record that the module at `path` ran."""
@@ -226,6 +233,7 @@ class AcceleratedHooks(UncopiedHooks):
 
     def __init__(self, recorder: CallRecorder, path: str) -> None:
         self._recorder, self._path = recorder, path
+        self._is_model = not path  # a compiler that reads the path compiles the hook again for each module
 
     @property
     def context(self) -> str:
@@ -247,14 +255,16 @@ class AcceleratedHooks(UncopiedHooks):
     def on_start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook: mark the module as running. While torch compiles it, count it for `compiled_sdpa`."""
         if torch.compiler.is_dynamo_compiling():
-            compiled_modules.depth += not self.is_copy
+            if not self.is_copy:
+                compiled_modules.start(self._recorder.number, self._is_model)
         elif not torch.compiler.is_compiling() and not self.is_copy:
             accelerated_modules.start(self._recorder, self._path, module)
 
     def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook: record that the module no longer runs."""
         if torch.compiler.is_dynamo_compiling():
-            compiled_modules.depth -= not self.is_copy
+            if not self.is_copy:
+                compiled_modules.end(self._recorder.number)
         elif not torch.compiler.is_compiling() and not self.is_copy:
             accelerated_modules.end(self._recorder, module)
 

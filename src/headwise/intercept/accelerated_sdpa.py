@@ -57,10 +57,12 @@ class CallRecorder(Protocol):
 
     Attributes:
         is_active: False once the acceleration has ended.
+        number: number of the acceleration, unique among all.
         patches: context in which calls of SDPA are intercepted.
     """
 
     is_active: bool
+    number: int
     patches: Patches
 
     def on_start(self, path: str) -> None:

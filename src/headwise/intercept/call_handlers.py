@@ -266,7 +266,8 @@ def _input_sources(origins: CallOrigins | None) -> InputSources:
     is_recurrent = attends_to_earlier_calls(origins.q, origins.k, lineage)
     may_be_cached = is_recurrent or bool(of_keys_only & (lineage.outside | lineage.given))
     of_queries, of_keys = (0 if each is None else lineage.content(each) & ~lineage.state for each in tensors)
-    return InputSources(of_queries, of_keys, may_be_cached, is_recurrent, origins.tokens, origins.are_moved)
+    are_moved = origins.are_moved or lineage.are_mixed(origins)
+    return InputSources(of_queries, of_keys, may_be_cached, is_recurrent, origins.tokens, are_moved)
 
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:

@@ -4,6 +4,7 @@ The compiler reads sizes, dtypes and options, but not the numbers of a mask. So 
 without a mask. For one with a mask, it records an operator, which reads the mask at each call.
 """
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,18 +20,30 @@ from headwise.intercept.accelerated_sdpa import SDPACall, problem_of, why_not_su
 from headwise.intercept.patches import SDPA, call_replaced
 
 
-class CompiledModules:
-    """Accelerated modules whose calls `torch.compile` is reading.
+class CompiledModules(threading.local):
+    """Accelerated modules whose calls `torch.compile` is reading, or that run with a break in their compiled graph, in
+    one thread.
 
     Attributes:
-        depth: number of these modules around the code that is read now.
+        depths: number of these modules around the code that is read now, for each acceleration by its number.
     """
 
-    depth = 0
+    def __init__(self) -> None:
+        self.depths: dict[int, int] = {}
+
+    def start(self, acceleration: int, is_model: bool) -> None:
+        """Count a module that starts. Where it is the model itself, no other module runs: torch calls no hook after
+        KeyboardInterrupt, which leaves modules that have ended.
+        """
+        self.depths[acceleration] = 1 + (0 if is_model else self.depths.get(acceleration, 0))
+
+    def end(self, acceleration: int) -> None:
+        """Count a module that has ended."""
+        self.depths[acceleration] = max(self.depths.get(acceleration, 0) - 1, 0)
 
 
 compiled_modules = CompiledModules()
-"""The accelerated modules whose calls `torch.compile` is reading."""
+"""The accelerated modules whose calls `torch.compile` is reading; each thread has its own."""
 
 
 def compiled_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -38,7 +51,7 @@ def compiled_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) ->
     computes by the native kernels what these support and compute faster; other calls are those of `previous`, the
     replaced function.
     """
-    if previous is SDPA and compiled_modules.depth > 0 and not torch.compiler.is_exporting():
+    if previous is SDPA and any(compiled_modules.depths.values()) and not torch.compiler.is_exporting():
         call = SDPACall.of(*args, **kwargs)
         dtype = autocast_dtype(call.query.device)
         if dtype is not None:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.interceptor import InputSources, SiteKey
-from headwise.intercept.trace.functions import READINGS, tensors_among
+from headwise.intercept.trace.functions import READINGS, are_nested_deeply, tensors_among
 from headwise.intercept.trace.tokens import ComparedTokens, LinearMapCall, NumberedTokens
 from headwise.intercept.unreadable_tensors import has_no_numbers
 from headwise.shapes import Int
@@ -209,13 +209,9 @@ class Steps:
         if type(result) is Tensor:  # most results; this is done after each function that a model calls
             self._count += 1
             self._numbers[id(result)] = ref(result), (self._count,)
-        elif isinstance(result, Tensor):
-            self._number(result)
-        elif isinstance(result, tuple | list):
-            for each in result:
-                self.add_results(each)
-        elif isinstance(result, dict):
-            self.add_results(list(result.values()))
+        else:
+            for each in tensors_among((result,)):
+                self._number(each)
 
     def replace(self, tensor: Tensor, other: Tensor) -> None:
         """Take note of a tensor that interceptors have put in the place of another one."""
@@ -299,10 +295,11 @@ class PlanKey(NamedTuple):
     def of(model: nn.Module, state: Hashable, arguments: Mapping[str, Any]) -> "PlanKey | None":
         """Return the key under which plans for a call of `model` are stored. Calls have the same plans if the `state`
         of the modules, the kinds and sizes of the `arguments`, and settings of torch such as autocast are the same.
-        Return None if no plan is made for calls with such arguments, such as a cache of keys and values.
+        Return None if no plan is made for calls with such arguments, such as a cache of keys and values, or a list that
+        contains itself.
         """
         kinds: list[Hashable] = []
-        if has_no_numbers() or not _add_kind(arguments, kinds, {}):
+        if has_no_numbers() or are_nested_deeply(arguments.values()) or not _add_kind(arguments, kinds, {}):
             return None
         autocast = [
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in DEVICES

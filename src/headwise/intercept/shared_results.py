@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from headwise.attention.masks.grid import Grid
@@ -25,13 +26,14 @@ class SharedResults:
         self._results: OrderedDict[Hashable, tuple[Any, tuple[Any, ...]]] = OrderedDict()
         self._latest_of_kind: dict[str, tuple[list[Any], list[int], Any]] = {}
         self._latest: ReceivedMask | None = None
+        self._contents: dict[Hashable, tuple[int, Tensor]] = {}
 
     def of(self, compute: Callable[[], Result], kind: str, *inputs: Any) -> Result:
         """Return the result of `compute`, which takes no arguments but depends on `inputs`. If a result of this `kind`
         for the same inputs is cached, return that one and do not call `compute`. It is found at once if the inputs are
         the same objects as in the latest call for this kind, as in most layers of a model.
         """
-        objects, versions = list(inputs), [_version(each) for each in inputs if isinstance(each, Tensor)]
+        objects, versions = list(inputs), [self._version(each) for each in inputs if isinstance(each, Tensor)]
         latest = self._latest_of_kind.get(kind)
         is_known = latest is not None and latest[1] == versions and len(latest[0]) == len(objects)
         if latest is not None and is_known and all(map(_is_same, latest[0], objects)):
@@ -43,7 +45,7 @@ class SharedResults:
 
     def _of_equal(self, compute: Callable[[], Result], *inputs: Any) -> Result:
         """Return the result of `compute`, or a cached one for inputs that count as the same."""
-        key = tuple(map(_identity, inputs))
+        key = tuple(map(self._identity, inputs))
         if key not in self._results:
             self._results[key] = compute(), inputs
             if len(self._results) > MOST_RESULTS:
@@ -51,6 +53,28 @@ class SharedResults:
         self._results.move_to_end(key)
         result: Result = self._results[key][0]
         return result
+
+    def _identity(self, value: Any) -> Hashable:
+        """Return a dictionary key for one input. Keys of tensors are equal if they are views of the same memory with
+        the same layout, and not changed in between. For a string, number, size or None the key is the value; for other
+        objects it is the identity.
+        """
+        if isinstance(value, Tensor):
+            return _memory(value), self._version(value)
+        return value if isinstance(value, _BY_VALUE) or value is None else id(value)
+
+    def _version(self, tensor: Tensor) -> int:
+        """Return a number that is another one after each change of a tensor in place. Torch counts these changes, but
+        not for tensors that are made in inference mode: they are compared with a copy from the last time.
+        """
+        if not tensor.is_inference():
+            return tensor._version
+        memory = _memory(tensor)
+        number, copy = self._contents.get(memory, (0, None))
+        if copy is None or not torch.equal(copy, tensor):
+            number += 1
+            self._contents[memory] = number, tensor.clone()
+        return number
 
     def latest_of(self, mask: ReceivedMask | None) -> ReceivedMask | None:
         """Return the mask that was passed when this method was last called, if it equals `mask`; otherwise return
@@ -61,25 +85,15 @@ class SharedResults:
         return self._latest
 
 
-def _identity(value: Any) -> Hashable:
-    """Return a dictionary key for one input. Keys of tensors are equal if they are views of the same memory with the
-    same layout, and not changed in between. For a string, number, size or None the key is the value; for other
-    objects it is the identity.
-    """
-    if isinstance(value, Tensor):
-        return (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), _version(value))
-    return value if isinstance(value, _BY_VALUE) or value is None else id(value)
-
-
 _BY_VALUE = str, int, Grid
 """Types of inputs that are compared by their value."""
-
-
-def _version(tensor: Tensor) -> int:
-    """Return the number of changes of a tensor in place; 0 if torch does not count them, as under inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_same(one: Any, other: Any) -> bool:
     """Return True if two inputs are the same object, or equal numbers, strings or sizes."""
     return one is other or (type(one) is type(other) and isinstance(one, _BY_VALUE) and one == other)
+
+
+def _memory(tensor: Tensor) -> Hashable:
+    """Return the address of a tensor and how it is read from there."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device

@@ -4,7 +4,7 @@ tensors by identity.
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -92,14 +92,42 @@ class FunctionCall:
 
 
 def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
-    """Return all tensors in `arguments`, also those inside nested lists, tuples and dicts."""
+    """Return all tensors in `arguments`, also those inside nested lists, tuples and dicts. Each of these containers is
+    read once, so that it may contain itself.
+    """
     tensors: list[Tensor] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            tensors.append(argument)
-        elif isinstance(argument, _CONTAINERS) and not isinstance(argument, torch.Size):
-            tensors += tensors_among(argument.values() if isinstance(argument, dict) else argument)
+    read: dict[int, Any] = {}
+    waiting = [iter(arguments)]
+    while waiting:
+        for argument in waiting[-1]:
+            if isinstance(argument, Tensor):
+                tensors.append(argument)
+            elif isinstance(argument, _CONTAINERS) and type(argument) is not torch.Size and id(argument) not in read:
+                read[id(argument)] = argument
+                waiting.append(iter(_elements(argument)))
+                break
+        else:
+            waiting.pop()
     return tensors
+
+
+MOST_NESTED = 100
+"""Largest number of containers inside each other whose elements are compared or changed."""
+
+
+def are_nested_deeply(arguments: Iterable[Any]) -> bool:
+    """Return True if containers are nested deeply in `arguments`, as in a list or a dict that contains itself."""
+    containers: list[Any] = [list(arguments)]
+    for _ in range(MOST_NESTED):
+        elements = (element for container in containers for element in _elements(container))
+        containers = list({id(each): each for each in elements if isinstance(each, (*_CONTAINERS, Mapping))}.values())
+        if not containers:
+            return False
+    return True
+
+
+def _elements(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, Mapping) else container
 
 
 _CONTAINERS = (tuple, list, dict)
@@ -182,7 +210,9 @@ def multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], keep
     return (left * right).sum(tuple(dims), keepdim=keepdim)
 
 
-PRODUCTS = MATMULS | ADDED_PRODUCTS | CONVOLUTIONS | {Tensor.__rmatmul__, F.linear, torch.einsum, multiplied_and_summed}
+PRODUCTS = (MATMULS | ADDED_PRODUCTS | CONVOLUTIONS) | {
+    *(Tensor.__rmatmul__, F.linear, torch.einsum, torch.tensordot, multiplied_and_summed)
+}
 """Functions that sum products of two or more tensors over an axis."""
 
 Label = str | int
@@ -225,10 +255,8 @@ def contraction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: di
     """Return the product of tensors that a call of `function` computes, with a label for every axis. Return None if the
     function computes no such product, or if its arguments cannot be interpreted.
     """
-    if function is torch.einsum:
-        return _einsum(*args)
-    if function is multiplied_and_summed:
-        return _multiplied_and_summed(*args)
+    if function in _READERS:
+        return _READERS[function](*args, **kwargs)
     operands = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     if function is F.linear and len(operands) > 1:
         x, weight = operands[:2]
@@ -283,6 +311,18 @@ def _matmul(left: Tensor, right: Tensor) -> Contraction | None:
     return Contraction((left, right), labels, (*range(rank), *rows, *columns))
 
 
+def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> Contraction | None:
+    """Return the product of `torch.tensordot`, which sums over the axes `dims`; None if these are a tensor."""
+    if isinstance(dims, Tensor):
+        return None
+    of_a, of_b = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+    summed = {axis % a.ndim: f"summed {index}" for index, axis in enumerate([of_a] if isinstance(of_a, int) else of_a)}
+    others = {axis % b.ndim: f"summed {index}" for index, axis in enumerate([of_b] if isinstance(of_b, int) else of_b)}
+    left = tuple(summed.get(axis, f"left {axis}") for axis in range(a.ndim))
+    right = tuple(others.get(axis, f"right {axis}") for axis in range(b.ndim))
+    return Contraction((a, b), (left, right), tuple(each for each in (*left, *right) if not each.startswith("summed")))
+
+
 def _multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], keepdim: bool) -> Contraction:
     """Return the product with labelled axes. Axes that are expanded have no label, like those of size 1."""
     rank = max(left.ndim, right.ndim)
@@ -318,6 +358,14 @@ def _einsum(equation: Any, *arguments: Any) -> Contraction | None:
     labels = [_expanded(term, operand.ndim, operand.shape) for term, operand in zip(inputs, operands, strict=True)]
     most = max(operand.ndim - len(term.replace(".", "")) for term, operand in zip(inputs, operands, strict=True))
     return Contraction(tuple(operands), tuple(labels), _expanded(result, len(result.replace(".", "")) + most))  # type: ignore[arg-type]
+
+
+_READERS: dict[Callable[..., Any], Callable[..., Contraction | None]] = {
+    torch.einsum: _einsum,
+    torch.tensordot: _tensordot,
+    multiplied_and_summed: _multiplied_and_summed,
+}
+"""Functions that read the arguments of a product which states its axes."""
 
 
 def _expanded(term: str, ndim: int, shape: Sequence[int] | None = None) -> tuple[Label | None, ...]:

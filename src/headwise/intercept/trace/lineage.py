@@ -24,7 +24,10 @@ from headwise.intercept.trace.functions import (
     SELECTIONS,
     FunctionCall,
     TensorMap,
+    contraction_of,
+    is_parameter,
     tensors_among,
+    version_of,
 )
 from headwise.intercept.trace.modules import RunningModule
 from headwise.intercept.trace.tokens import INTEGERS, CallTokens, ComparedTokens, LookedUpIds, TokenNumbers
@@ -109,6 +112,8 @@ class Lineage:
         weighted: those of them that are a selection from a product of two activations, such as weighted sums of the
             outputs of several layers, so that it may be one of these sums for the same tokens.
         placed: source of tensors in which tokens were written to other places, since the last linear map.
+        mixed: sources that are a product of tokens with a matrix that does not depend on them, such as a permutation.
+            Each token of the result may contain several tokens.
         self_attention_keys: weights that computed the keys of self-attention, with the contents of these keys, so that
             layers may share them.
         recurrent_keys: those of them that contain keys of earlier calls.
@@ -132,7 +137,7 @@ class Lineage:
         self._names: dict[int, Hashable] = {}
         self._maps_before: dict[int, frozenset[Hashable]] = {}
         self.state = self.mixing = self.outside = 0
-        self.concatenations = self.selections = self.reorderings = self.weighted = 0
+        self.concatenations = self.selections = self.reorderings = self.weighted = self.mixed = 0
         self.placed = self._state_bit("placed")
         self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
         self.recurrent_keys: set[tuple[frozenset[Hashable], int]] = set()
@@ -157,6 +162,8 @@ class Lineage:
             origin = origin._replace(factors=self._joined_factors(origins) or origin.factors)
         else:
             origin = (_RULES.get(function, Lineage._union) if tensors else Lineage._of_constant)(self, tensors, origins)
+            if function in PRODUCTS:
+                origin = self._multiplied_by_matrix(call, tensors, origins, origin)
         if function in SELECTIONS:
             arguments = (*call.args, *call.kwargs.values())
             selection = (function, *map(_key_of, arguments[1:]))
@@ -344,6 +351,63 @@ class Lineage:
                 result = self.product(result, other)
         return result
 
+    def _multiplied_by_matrix(
+        self, call: FunctionCall, tensors: list[Tensor], origins: list[Origin], product: Origin
+    ) -> Origin:
+        """Return the origin of a product of a tensor with a matrix that does not depend on it. If the product may sum
+        over tokens, it is a further source (`mixed`). A matrix from outside of the model call that is multiplied with
+        features counts as the weight of a linear map. The factors are kept, since the matrix may be cached keys. For
+        any other product return `product`, its origin by the rules for linear maps and for two activations.
+        """
+        first = call.function in ADDED_PRODUCTS
+        factors = list(zip(origins, tensors, strict=True))[first : first + 2]
+        is_other = call.function in CONVOLUTIONS or any(tensor.is_nested for tensor in tensors)
+        contraction = None if is_other else contraction_of(call.function, call.args, call.kwargs)
+        if contraction is None or len(contraction.operands) != 2:
+            return product
+        ranks = [self._rank_of_matrix(origin) for origin, _ in factors]
+        (matrix, weight), (origin, tensor) = factors if ranks[0] < ranks[1] else factors[::-1]
+        rank, labels, are_inputs = min(ranks), contraction.labels_of(tensor), ranks == [_GIVEN, _GIVEN]
+        summed = [axis for axis, size in enumerate(tensor.shape) if size > 1 and labels[axis] in contraction.summed]
+        is_matrix = ranks[0] != ranks[1] or are_inputs
+        if not is_matrix or not summed or origin.factors or matrix.sources & origin.sources & ~self.state:
+            return product
+        pair = ((factors[0][0]._replace(factors=()), factors[1][0]._replace(factors=())),)
+        if are_inputs or self.tokens.are_summed(tensor, summed, is_trusted=rank == _STATE and is_parameter(weight)):
+            is_view = matrix.sources in self._names and weight.layout is torch.strided
+            view = (_offset(weight), weight.shape, weight.stride(), version_of(weight)) if is_view else len(self._bits)
+            bit = self._bit(("mixed", self.content(origin), matrix.sources, view))
+            self.mixed |= bit
+            of_both = union_of([origin, matrix]) if are_inputs else origin
+            base = product if rank == _STATE else of_both._replace(factors=pair)
+            return base._replace(joined=base.joined | bit)
+        if rank == _OUTSIDE:
+            joined = origin.joined if origin.projected else 0
+            return Origin(origin.projected or origin.joined, joined, origin.maps, pair)
+        return product if rank == _STATE else union_of([product, origin])._replace(factors=pair)
+
+    def _rank_of_matrix(self, origin: Origin) -> int:
+        """Return a number for the kind of a factor of a product, which is smaller the more likely it is a matrix that
+        does not depend on the other factor.
+        """
+        sources = origin.sources & ~self.state
+        if origin.projected or origin.factors:
+            return _NO_MATRIX
+        if not sources:
+            return _STATE
+        if not sources & ~self.outside and not any(self._maps_before.get(bit) for bit in _bits_of(sources)):
+            return _OUTSIDE
+        return _NO_MATRIX if sources & ~(self.given | self.outside) else _GIVEN
+
+    def are_mixed(self, origins: CallOrigins) -> bool:
+        """Return True if tokens of an attention call may be mixtures of tokens that do not correspond to each other: if
+        a matrix mixes queries, keys or values after their projection, or only some of them before it.
+        """
+        q, k, v = origins.q, origins.k or origins.q, origins.v
+        before = self.content(q) ^ self.content(k) | self.content(k) ^ self.content(v)
+        after = [origin.joined for origin in (q, k, v) if origin.projected]
+        return any(sources & self.mixed for sources in (before, *after))
+
     def _placed(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
         """Return the origin of the first tensor after the others were written into it. Integers among these state
         indices, unless the first tensor has the same dtype.
@@ -433,6 +497,12 @@ _RULES: dict[Any, Callable[[Lineage, list[Tensor], list[Origin]], Origin]] = {
     **dict.fromkeys(PLACEMENTS, Lineage._placed),
 }
 """Methods that return the origin of the result of a function; that of other functions is the union of all origins."""
+
+
+_STATE, _OUTSIDE, _GIVEN, _NO_MATRIX = range(4)
+"""Kinds of factors of a product: those that depend on parameters and buffers alone, on tensors from outside of the
+model call, or on arguments of the model, and activations.
+"""
 
 
 def _offset(tensor: Tensor) -> int:
@@ -569,7 +639,7 @@ def may_be_cached(origins: CallOrigins, lineage: Lineage) -> bool:
 
 def _is_cross(query: Origin, key: Origin, value: Origin, lineage: Lineage) -> bool | None:
     """Return what `is_cross_attention` does, and record nothing in `lineage`."""
-    q, k, v = (lineage.content(origin) for origin in (query, key, value))
+    q, k, v = (lineage.content(origin) & ~lineage.mixed for origin in (query, key, value))
     if not q or not k:
         return None
     if not q & k:  # tensors that neither the model received nor a known function computed may have one source

@@ -34,6 +34,7 @@ from headwise.intercept.trace.functions import (
     CONVOLUTIONS,
     PRODUCTS,
     FunctionCall,
+    are_nested_deeply,
     functions_named,
     is_parameter,
     overwritten_tensor,
@@ -607,13 +608,13 @@ def on_module_end(result: Any) -> Any:
 def with_changes(tensors: Any, *, is_last: bool = False) -> Any:
     """Return `tensors`, the arguments or the result of a module, with the interceptors' changes in the attention
     outputs among them. Before the end of the model, only outputs whose heads are merged with the values are changed.
-    Return None if nothing changes.
+    Return None if nothing changes, and for tensors in a container that contains itself.
 
     Args:
         tensors: tensors in tuples, lists, dicts or other containers.
         is_last: True at the end of the model, after which nothing more can be learnt about an output.
     """
-    if not current_trace().attention.may_change:
+    if not current_trace().attention.may_change or are_nested_deeply((tensors,)):
         return None
 
     def changed_leaf(tensor: Tensor) -> Tensor:

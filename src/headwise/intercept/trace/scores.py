@@ -132,7 +132,7 @@ def contracted(call: FunctionCall, result: Any) -> FunctionCall:
     """
     trace = current_trace()
     if call.function in _MULTIPLICATIONS:
-        is_product = len(call.tensors) == 2 and isinstance(result, Tensor) and not any(map(is_parameter, call.tensors))
+        is_product = len(call.tensors) == 2 and isinstance(result, Tensor) and not any(map(_is_scale, call.tensors))
         if is_product and any(_is_broadcast(factor, result) for factor in call.tensors):
             factors = call.tensors[0], call.tensors[1]
             record = BroadcastProduct(factors, version_of(result), TensorVersions(call.tensors))
@@ -147,6 +147,11 @@ def contracted(call: FunctionCall, result: Any) -> FunctionCall:
             dims = (dims,) if isinstance(dims, int) else tuple(dims)
             return FunctionCall(multiplied_and_summed, (*product.factors, dims, bool(arguments.get("keepdim"))), {})
     return call
+
+
+def _is_scale(factor: Tensor) -> bool:
+    """Return True for a parameter that is no matrix, such as the factors of a norm."""
+    return is_parameter(factor) and sum(size > 1 for size in factor.shape) < 2
 
 
 def _is_broadcast(factor: Tensor, result: Tensor) -> bool:
@@ -592,15 +597,15 @@ def _are_weights_of(scores: ScoreTensor, expected: ScoreTensor, weights: ScoreTe
 
 
 def unshifted(scores: ScoreTensor) -> ScoreTensor | None:
-    """Return `scores`, the input of a softmax that a model computes, unchanged. Return None if the largest score of
-    every row is 0, or the log-sum-exp of every row: the model has then subtracted the maximum or the log-sum-exp by
-    hand, and the original scores are unknown.
+    """Return `scores`, the input of a softmax that a model computes, unchanged. Return None if no score is above 0, and
+    the largest score of some row is 0, or the log-sum-exp of every row: the model has then subtracted the maximum,
+    perhaps only where it is positive, or the log-sum-exp by hand, and the original scores are unknown.
     """
     largest = scores.amax(-1) if scores.numel() else None
     if largest is None or not bool((largest <= 0).all()):
         return scores
     tolerance = torch.finfo(scores.dtype).eps ** 0.5
-    is_shifted = bool((largest == 0).all()) or bool((scores.logsumexp(-1).abs() <= tolerance).all())
+    is_shifted = bool((largest == 0).any()) or bool((scores.logsumexp(-1).abs() <= tolerance).all())
     return None if is_shifted else scores
 
 

@@ -199,6 +199,18 @@ class TokenNumbers:
             if tensor.shape == known[0].shape and numbered is not None:
                 self._numbered.set(tensor, numbered)
 
+    def are_summed(self, tensor: Tensor, axes: Sequence[int], *, is_trusted: bool) -> bool:
+        """Return True if a product that sums over these axes of `tensor` may sum over tokens, and not only over
+        features. If the token numbers are unknown, the last axis counts as that of the features. Unless the product
+        `is_trusted` to be a linear map, this axis must also be the last one in memory.
+        """
+        numbered = self._numbered.get(tensor)
+        if numbered is None:
+            is_last = is_trusted or (tensor.layout is torch.strided and tensor.stride(-1) == 1)
+            return tensor.ndim - 1 not in axes or not is_last
+        numbers = numbered.numbers
+        return any(numbers.stride(axis) and not _repeats(numbers, numbers.narrow(axis, 0, 1)) for axis in axes)
+
     def discard(self, tensor: Tensor) -> None:
         """Discard the token numbers of a tensor."""
         self._numbered.discard(tensor)
