@@ -4,7 +4,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,10 +38,14 @@ def whole_number(argument: str, value: Any, *, least: int, most: int | None = No
     return number
 
 
-def require_one_of(argument: str, value: Any, names: Collection[str]) -> None:
-    """Raise `InputError` if `value` is not one of the strings in `names`."""
+def require_one_of(argument: str, value: Any, names: Collection[str], remedies: Mapping[str, str] | None = None) -> str:
+    """Return `value` if it is one of the strings in `names`. Otherwise raise `InputError`, which lists the strings and
+    contains the advice for this value in `remedies`, if there is any.
+    """
     if not isinstance(value, str) or value not in names:
-        raise InputError(argument, expected=f"one of {', '.join(names)}", got=repr(value))
+        remedy = (remedies or {}).get(value) if isinstance(value, str) else None
+        raise InputError(argument, expected=f"one of {', '.join(names)}", got=repr(value), remedy=remedy)
+    return value
 
 
 def size_argument(argument: str, value: Any) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headwise.checks import whole_number
+from headwise.checks import require_one_of, whole_number
 from headwise.errors import InputError, require
-from headwise.plots.kinds import Kind, plot_kind, require_name
+from headwise.plots.kinds import Kind, plot_kind
 from headwise.plots.points import PlottedNumbers, draw_ranking, standard_errors
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate, Row
@@ -315,7 +315,7 @@ class SetAblation(_AblationTable[HeadSet]):
         """
         if not self.rows:
             raise InputError("heads", expected="at least one set of heads to plot", got="none")
-        name = require_name("statistic", statistic, self.rows[0].statistics)
+        name = require_one_of("statistic", statistic, self.rows[0].statistics)
         estimates = [row.statistics[name] for row in self.rows]
         numbers = PlottedNumbers(name, [each.value for each in estimates], [each.sem for each in estimates])
         options: dict[str, Any] = {"errors": standard_errors(errors), "top": whole_number("top", top, least=0)}

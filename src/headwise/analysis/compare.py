@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.analysis.page import page_contents
 from headwise.analysis.profile import Profile, ProfiledHead
-from headwise.checks import collection_of
+from headwise.checks import collection_of, require_one_of
 from headwise.errors import InputError, require
 from headwise.page.write import notebook_html
 from headwise.plots.kinds import HeadNumbers, Kind, plot_kind
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.significance import ROUNDING, false_discovery_rates, has_no_variance, p_values
-from headwise.runs.table import require_statistic
 from headwise.wording import counted, number, quotient
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class Comparison:
         """
         available = dict.fromkeys(entry.statistic for entry in self.differences)
         for name in collection_of("statistics", statistics, of="names of statistics"):
-            require_statistic(name, available)
+            require_one_of("statistic", name, available)
         chosen = [entry for entry in self.differences if not statistics or entry.statistic in statistics]
         return sorted(chosen, key=lambda entry: -1.0 if math.isnan(entry.errors) else abs(entry.errors), reverse=True)
 

@@ -14,13 +14,12 @@ from torch import nn
 from headwise.analysis.ablate import ablate, surveyed
 from headwise.analysis.losses import Loss, require_loss
 from headwise.analysis.replacements import Replacement
-from headwise.checks import collection_of, finite_number, head_pairs, require_module, whole_number
+from headwise.checks import collection_of, finite_number, head_pairs, require_module, require_one_of, whole_number
 from headwise.data.batches import evaluation_mode
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.page.columns import ModelIdentity
 from headwise.plots.curves import Band, Curve, draw_curves
-from headwise.plots.kinds import require_name
 from headwise.runs.data_pass import prepare_texts
 from headwise.runs.fingerprint import identity_of
 from headwise.runs.head_table import HeadTable
@@ -81,7 +80,7 @@ class PruningCurve(Table[CurvePoint]):
             InputError: there is no such order, or it is "random", of which there are several.
         """
         named = {row.order: row for row in self.rows if row.order != RANDOM}
-        require_name("order", order, named)
+        require_one_of("order", order, named)
         return [row for row in self.rows if row.order == order]
 
     def band(self, statistic: str = "loss") -> list[tuple[int, float, float, float]]:
@@ -91,7 +90,7 @@ class PruningCurve(Table[CurvePoint]):
         Raises:
             InputError: the statistic is neither "loss" nor "cost".
         """
-        require_name("statistic", statistic, dict.fromkeys(("loss", "cost")))
+        require_one_of("statistic", statistic, ("loss", "cost"))
         values: dict[int, list[float]] = {}
         for row in self.rows:
             if row.order == RANDOM:
@@ -116,7 +115,7 @@ class PruningCurve(Table[CurvePoint]):
         """
         if not self.rows:
             raise InputError("orders", expected="at least one point to draw", got="none")
-        require_name("statistic", statistic, dict.fromkeys(("loss", "cost")))
+        require_one_of("statistic", statistic, ("loss", "cost"))
         start = self.baseline._replace(value=0.0, sem=0.0) if statistic == "cost" else self.baseline
         names = dict.fromkeys(row.order for row in self.rows if row.order != RANDOM)
         curves = []

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.checks import folder_path
+from headwise.checks import folder_path, require_one_of
 from headwise.errors import InputError, require
 from headwise.plots.curves import draw_history
 from headwise.runs.files import replaced_file, writable_folder, write_atomically
-from headwise.runs.table import require_statistic
 from headwise.statistics.registry import unit_of
 from headwise.wording import counted
 
@@ -103,7 +102,7 @@ class History:
         Raises:
             InputError: there is no such statistic, or fewer than two steps were observed.
         """
-        require_statistic(statistic, self.statistics or ["none, since no step was observed"])
+        require_one_of("statistic", statistic, self.statistics or ["none, since no step was observed"])
         if step is None and len(self.steps) < 2:
             raise InputError("history", expected="at least 2 observed steps", got=len(self.steps))
         first, last = (
@@ -206,7 +205,7 @@ class History:
             InputError: there is no such statistic or head.
             MissingExtra: matplotlib is not installed.
         """
-        require_statistic(statistic, self.statistics or ["none, since no step was observed"])
+        require_one_of("statistic", statistic, self.statistics or ["none, since no step was observed"])
         model = str(self.settings.get("model", ""))
         return draw_history(self.series(statistic), statistic, unit_of(statistic), model, heads, ax)
 

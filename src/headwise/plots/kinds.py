@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headwise.checks import collection_of, head_pair
+from headwise.checks import collection_of, head_pair, require_one_of
 from headwise.errors import InputError
 from headwise.plots.canvas import axis_label
 from headwise.plots.grids import draw_heatmap, draw_role_counts, draw_role_grid
@@ -44,7 +44,7 @@ def plot_kind(kinds: Mapping[str, Kind], kind: Any, ax: Any, **options: Any) -> 
     option that is None has the default value of the kind. Raise `InputError` for an option that this kind does not
     have.
     """
-    chosen = kinds[require_name("kind", kind, kinds, OTHER_RESULTS)]
+    chosen = kinds[require_one_of("kind", kind, kinds, OTHER_RESULTS)]
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name not in chosen.options:
@@ -52,16 +52,6 @@ def plot_kind(kinds: Mapping[str, Kind], kind: Any, ax: Any, **options: Any) -> 
             remedy = f"the kinds {', '.join(others)} have it" if others else None
             raise InputError(name, expected=f"None for the kind {kind!r}", got=repr(value), remedy=remedy)
     return chosen.draw(ax=ax, **given)
-
-
-def require_name(argument: str, name: Any, names: Mapping[str, Any], remedies: Mapping[str, str] | None = None) -> str:
-    """Return `name` if it is a key of `names`. Otherwise raise `InputError`, which lists the keys and contains the
-    advice for this name in `remedies`, if there is any.
-    """
-    if not isinstance(name, str) or name not in names:
-        remedy = (remedies or {}).get(name) if isinstance(name, str) else None
-        raise InputError(argument, expected=f"one of {', '.join(names)}", got=repr(name), remedy=remedy)
-    return name
 
 
 def require_heads(heads: Any, available: Container[tuple[int, int]], described: str) -> list[tuple[int, int]]:
@@ -153,7 +143,7 @@ class HeadNumbers:
         if not self.heads or not self.values:
             raise InputError("heads", expected="at least one head to plot", got="none")
         default = next(iter(self.values)) if self.default is None else self.default
-        return require_name("statistic", default if statistic is None else statistic, self.values)
+        return require_one_of("statistic", default if statistic is None else statistic, self.values)
 
     def _draw_heatmap(self, statistic: Any = None, *, ax: Any = None) -> "Axes":
         name = self.chosen(statistic)
@@ -172,7 +162,7 @@ class HeadNumbers:
         if against is None:
             others = [other for other in (X_OF_SCATTER, *self.values) if other in self.values and other != name]
             against = next(iter(others), name)
-        return self.draw_pairs(self.axis(require_name("against", against, self.values)), self.axis(name), **options)
+        return self.draw_pairs(self.axis(require_one_of("against", against, self.values)), self.axis(name), **options)
 
     def draw_pairs(self, x: PlottedNumbers, y: PlottedNumbers, **options: Any) -> "Axes":
         """Draw a scatter plot with one point per head, at the numbers `x` and `y` of the head, and return the axes.

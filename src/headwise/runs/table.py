@@ -5,7 +5,7 @@ tables of heads join on `(layer, head)`. The settings of the run are stored in t
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -283,12 +283,6 @@ class Table(Generic[RowT]):
 def table_path(folder: Path, name: str) -> Path:
     """Return the path of the Parquet file that stores the table `name` in a folder."""
     return folder / f"{name}.parquet"
-
-
-def require_statistic(name: str, available: Iterable[str]) -> None:
-    """Raise an `InputError` if `name` is not in `available`, the names of statistics."""
-    if name not in (names := tuple(available)):
-        raise InputError("statistic", expected=f"one of {', '.join(names)}", got=repr(name))
 
 
 def require_parquet(name: str) -> None:

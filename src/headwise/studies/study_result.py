@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from headwise.checks import require_one_of
 from headwise.errors import InputError, require
 from headwise.plots.canvas import LINE_COLOURS, axes_for, set_title, without_upper_frame
 from headwise.plots.kinds import Kind, plot_kind
 from headwise.runs.rows import MeanEstimate, Row
-from headwise.runs.table import Table, require_statistic
+from headwise.runs.table import Table
 from headwise.studies.space import Setting
 from headwise.studies.trials import FinishedTrial
 
@@ -324,7 +325,7 @@ class Study(Table[SettingRow]):
         """Return the rows of the head settings for which a statistic was measured. Raise `InputError` if there are
         none.
         """
-        require_statistic(statistic, self.statistics)
+        require_one_of("statistic", statistic, self.statistics)
         rows = [row for row in self.rows if row.statistics[statistic].n]
         if not rows:
             raise InputError("statistic", expected="a statistic that some setting has", got=repr(statistic))

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from headwise.errors import InputError
-
 TASKS = ("lm", "mlm", "classify")
 """Tasks that a model can learn: predict the next token, masked tokens, or the label of a text."""
 
@@ -36,9 +34,8 @@ class TextOptions:
     label: str = "label"
 
     def __post_init__(self) -> None:
-        from headwise.checks import whole_number  # imports torch
+        from headwise.checks import require_one_of, whole_number  # imports torch
 
-        if self.task not in TASKS:
-            raise InputError("task", expected=f"one of {', '.join(TASKS)}", got=repr(self.task))
+        require_one_of("task", self.task, TASKS)
         for name in ("context", "batch", "vocabulary"):
             whole_number(name, getattr(self, name), least=1)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from headwise.checks import head_pair, whole_number
+from headwise.checks import head_pair, require_one_of, whole_number
 from headwise.errors import InputError
 from headwise.plots.grids import draw_similarity
-from headwise.plots.kinds import Kind, plot_kind, require_name
+from headwise.plots.kinds import Kind, plot_kind
 from headwise.plots.points import PlottedNumbers, draw_ranking
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, Row
@@ -158,7 +158,7 @@ class Composition(Table[HeadPair]):
         Raises:
             InputError: the table has no such kind, or `top` is not a whole number of 1 or more.
         """
-        name, top = require_name("kind", kind, dict.fromkeys(self.statistics)), whole_number("top", top, least=1)
+        name, top = require_one_of("kind", kind, self.statistics), whole_number("top", top, least=1)
         scored = [row for row in self.rows if not math.isnan(row.statistics[name].value)]
         return sorted(scored, key=lambda row: -row.statistics[name].value)[:top]
 
@@ -211,7 +211,7 @@ class Composition(Table[HeadPair]):
     def _plotted(self, statistic: str | None) -> str:
         """Return the name of the score to plot: `statistic`, or by default "k" if the table has it, else "v"."""
         default = "k" if "k" in self.statistics else "v"
-        return require_name("statistic", statistic or default, dict.fromkeys(self.statistics))
+        return require_one_of("statistic", statistic or default, self.statistics)
 
     def _heatmap(self, statistic: str | None = None, ax: Any = None) -> "Axes":
         """Draw a matrix of composition scores, with the later head as the row and the earlier head as the column."""

@@ -4,10 +4,10 @@ import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from headwise.checks import head_pairs
+from headwise.checks import head_pairs, require_one_of
 from headwise.errors import InputError
 from headwise.plots.curves import Curve, draw_curves
-from headwise.plots.kinds import UNITS_IN_LABELS, require_name
+from headwise.plots.kinds import UNITS_IN_LABELS
 from headwise.runs.table import HeadRowT, Table
 from headwise.statistics.registry import unit_of
 
@@ -46,7 +46,7 @@ class HeadCurves(Table[HeadRowT]):
         """Draw the curve of a statistic for some heads, with a logarithmic x-axis, and return the matplotlib axes.
         Points without a finite value are left out.
         """
-        require_name("statistic", statistic, dict.fromkeys(self.statistics))
+        require_one_of("statistic", statistic, self.statistics)
         unit = unit_of(statistic)
         y = f"{statistic}, {unit}" if unit in UNITS_IN_LABELS else statistic
         curves = []

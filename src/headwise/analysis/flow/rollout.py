@@ -13,7 +13,7 @@ from headwise.analysis.head_pass import SequenceValues, SiteValues, measure_sequ
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
-from headwise.checks import collection_of, finite_number
+from headwise.checks import collection_of, finite_number, require_one_of
 from headwise.data.batches import count_sequences_and_tokens, documents_of
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -21,7 +21,6 @@ from headwise.intercept.interceptor import Call, Observation, SiteKey
 from headwise.intercept.observed_call import ObservedCall
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.plots.curves import Curve, draw_curves
-from headwise.plots.kinds import require_name
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate, Row
 from headwise.runs.table import Table
@@ -82,7 +81,7 @@ class RolloutLayers(Table[LayerRow]):
         """
         names = list(collection_of("statistics", statistics, of="names of statistics"))
         for name in names:
-            require_name("statistic", name, dict.fromkeys(LAYER_STATISTICS))
+            require_one_of("statistic", name, LAYER_STATISTICS)
         curves = [
             Curve.of(name, [(row.layer, row.statistics[name]) for row in self.rows])
             for name in names

@@ -19,12 +19,11 @@ from headwise.analysis.head_tests.weight_reader import WeightReader, batch_of_id
 from headwise.analysis.prompts import AnswerTokens
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.row_block import RowBlock
-from headwise.checks import require_module, whole_number
+from headwise.checks import require_module, require_one_of, whole_number
 from headwise.data.batches import NumberedBatches, device_of
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRecord, SiteRegistry
-from headwise.plots.kinds import require_name
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate
 from headwise.runs.significance import (
@@ -112,7 +111,7 @@ class NameMovers(HeadTable[HeadRow]):
             InputError: the kind is another one.
             MissingExtra: scipy is not installed.
         """
-        require_name("kind", kind, dict.fromkeys(("name_mover", "negative")))
+        require_one_of("kind", kind, ("name_mover", "negative"))
         q = self.tests()[f"{kind}_q"]
         rows = [row for row, adjusted in zip(self.rows, q, strict=True) if adjusted <= rate]
         return sorted(rows, key=lambda row: -abs(row.statistics["logit"].value))

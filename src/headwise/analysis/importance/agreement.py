@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headwise.checks import finite_number, pair_of, whole_number
+from headwise.checks import finite_number, pair_of, require_one_of, whole_number
 from headwise.errors import InputError, require
 from headwise.plots.kinds import HeadNumbers
 from headwise.plots.points import PlottedNumbers
 from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import MeanEstimate
-from headwise.runs.table import require_statistic
 from headwise.shapes import Float
 from headwise.wording import counted, number
 
@@ -219,8 +218,8 @@ def agreement(
         first = "first_order" if "first_order" in predicted.statistics else predicted.statistics[0]
         statistics = (first, measured.statistics[0])
     statistics = pair_of("statistics", statistics, of="the names of two statistics")
-    require_statistic(statistics[0], predicted.statistics)
-    require_statistic(statistics[1], measured.statistics)
+    require_one_of("statistic", statistics[0], predicted.statistics)
+    require_one_of("statistic", statistics[1], measured.statistics)
     measured_value = {(row.module, row.head, row.kind): row.statistics[statistics[1]] for row in measured.heads}
     pairs = [
         (row.name, row.statistics[statistics[0]], measured_value[key])

@@ -14,13 +14,12 @@ from headwise.analysis.ablate import ablate
 from headwise.analysis.head_pass import PassData, head_rows, require_finite_outputs, table_of_pass
 from headwise.analysis.losses import Loss, name_of_loss, options_of_loss
 from headwise.analysis.redundancy.comparison import MEASURES, ComparisonProgress, HeadComparison
-from headwise.checks import finite_number, require_module
+from headwise.checks import finite_number, require_module, require_one_of
 from headwise.data.batches import call_model, device_of, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError, require
 from headwise.intercept.install import intercepted
 from headwise.plots.grids import draw_similarity
-from headwise.plots.kinds import require_name
 from headwise.runs.data_pass import Pass, prepare_texts
 from headwise.runs.distributed import broadcast_from_rank0
 from headwise.runs.rows import HeadRow, MeanEstimate
@@ -149,7 +148,7 @@ class Redundancy(Table[HeadRow]):
         Example:
             >>> hw.redundancy(model, texts).plot("cosine").figure.savefig("cosine.png")  # doctest: +SKIP
         """
-        measure = require_name("statistic", statistic, dict.fromkeys(MEASURES))
+        measure = require_one_of("statistic", statistic, MEASURES)
         layers, is_centred = [row.layer for row in self.rows], measure == "cosine"
         return draw_similarity(
             getattr(self, measure), layers, measure=measure, title=self.model_name, centred=is_centred, ax=ax
