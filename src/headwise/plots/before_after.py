@@ -1,7 +1,7 @@
 """Picture of a model before and after a change: sizes and times relative to before, losses, and agreement."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from headwise.errors import InputError, require
 from headwise.plots.canvas import INK, SOFT, without_upper_frame
@@ -21,42 +21,18 @@ BEFORE, AFTER = "#667085", "#0072b2"
 ROW_INCHES = 0.27
 
 
-class PlottedChange(NamedTuple):
-    """Quantity of a model before and after the model is changed, such as its size, a time or its loss, for a plot.
-
-    Attributes:
-        kind: "size", "time", "loss" or "agreement".
-        before, after: the quantity; None if it is not known.
-        change: after / before for sizes and times.
-        interval: 95 % confidence interval of the change; of an agreement, that of `after`.
-        texts: the quantity before and after with units.
-        errors: standard errors of both; None if they are not known.
-        note: text below the numbers, such as the change.
-    """
-
-    name: str
-    kind: str
-    before: float | None
-    after: float | None
-    change: float | None
-    interval: tuple[float | None, float | None]
-    texts: tuple[str, str]
-    errors: tuple[float | None, float | None] = (None, None)
-    note: str = ""
-
-
-def draw_before_after(changes: Sequence[PlottedChange], *, title: str = "") -> "Figure":
-    """Draw how a change of a model affects it, in up to three panels: sizes and times in percent of those before the
-    change, the losses before and after, and the agreement of the changed model's outputs with the original ones. Error
+def draw_before_after(rows: Sequence[Any], *, title: str = "") -> "Figure":
+    """Draw how a compression affects a model, from the rows of a compression report, in up to three panels: sizes and
+    times in percent of those of the dense model, the losses of both models, and the agreement of their outputs. Error
     bars are 95 % confidence intervals.
     """
-    ratios = [each for each in changes if each.kind in ("size", "time") and each.change is not None]
-    losses, agreements = ([each for each in changes if each.kind == kind] for kind in ("loss", "agreement"))
+    ratios = [row for row in rows if row.kind in ("size", "time") and row.change is not None]
+    losses, agreements = ([row for row in rows if row.kind == kind] for kind in ("loss", "agreement"))
     panels = [
         (drawn, draw) for drawn, draw in ((ratios, _ratios), (losses, _losses), (agreements, _agreements)) if drawn
     ]
     if not panels:
-        raise InputError("changes", expected="at least one quantity", got="none")
+        raise InputError("rows", expected="at least one quantity", got="none")
     require("matplotlib.figure", purpose="a plot", extra="plot")
     from headwise.plots.notebook_figure import NotebookFigure
 
@@ -69,48 +45,42 @@ def draw_before_after(changes: Sequence[PlottedChange], *, title: str = "") -> "
     return figure
 
 
-def _ratios(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
-    """Draw the panel of sizes and times: each after the change, in percent of its value before."""
+def _ratios(axes: "Axes", rows: Sequence[Any]) -> None:
+    """Draw the panel of sizes and times: each of the compressed model, in percent of that of the dense model."""
     largest = 100.0
-    for row, each in enumerate(changes):
-        kind = "attention" if each.name.endswith(", attention") else each.kind
-        assert each.change is not None
-        low, high = (100.0 * (each.change if end is None else end) for end in each.interval)
+    for place, row in enumerate(rows):
+        kind = "attention" if row.quantity.endswith(", attention") else row.kind
+        low, high = (100.0 * (row.change if end is None else end) for end in (row.low, row.high))
         largest = max(largest, high)
-        _draw_point(axes, row, 100.0 * each.change, (low, high), COLOURS[kind], LABELS[kind])
+        _draw_point(axes, place, 100.0 * row.change, (low, high), COLOURS[kind], LABELS[kind])
     axes.axvline(100.0, color=SOFT, linewidth=0.9, zorder=0)
     axes.set_xlim(0.0, 1.08 * largest)
-    _write_rows(axes, [(each.name, " → ".join(each.texts)) for each in changes])
+    _write_rows(axes, [(row.quantity, " → ".join(row.texts[1:3])) for row in rows])
     axes.set_xlabel("compressed, percent of dense (line: dense); bars: 95 % interval of the median ratio", fontsize=9)
 
 
-def _losses(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
-    """Draw the panel of losses: each loss before and after the change, with bars of 1.96 standard errors."""
-    for row, each in enumerate(changes):
+def _losses(axes: "Axes", rows: Sequence[Any]) -> None:
+    """Draw the panel of losses: each loss of both models, with bars of 1.96 standard errors."""
+    for place, row in enumerate(rows):
         for offset, value, error, colour, label in (
-            (-0.16, each.before, each.errors[0], BEFORE, "dense"),
-            (0.16, each.after, each.errors[1], AFTER, "compressed"),
+            (-0.16, row.dense, row.dense_sem, BEFORE, "dense"),
+            (0.16, row.compressed, row.compressed_sem, AFTER, "compressed"),
         ):
-            if value is not None:
-                length = 0.0 if error is None else 1.96 * error
-                _draw_point(axes, row + offset, value, (value - length, value + length), colour, label)
-    _write_rows(axes, [(each.name, "\n".join((*each.texts, each.note))) for each in changes])
+            length = 0.0 if error is None else 1.96 * error
+            _draw_point(axes, place + offset, value, (value - length, value + length), colour, label)
+    _write_rows(axes, [(row.quantity, "\n".join((*row.texts[1:3], f"change {row.change_text}"))) for row in rows])
     axes.margins(x=0.12)
     axes.set_xlabel("mean loss (lower is better); bars: 1.96 standard errors over documents, not paired", fontsize=9)
 
 
-def _agreements(axes: "Axes", changes: Sequence[PlottedChange]) -> None:
-    """Draw the panel of agreement: how well the changed model's outputs agree with those of the original model, where 1
-    means equal.
-    """
-    for row, each in enumerate(changes):
-        if each.after is not None:
-            low, high = (each.after if end is None else end for end in each.interval)
-            _draw_point(axes, row, each.after, (low, high), COLOURS["agreement"])
-    least = min((each.after for each in changes if each.after is not None), default=0.0)
-    axes.set_xlim(min(0.0, 1.1 * least), 1.03)
+def _agreements(axes: "Axes", rows: Sequence[Any]) -> None:
+    """Draw the panel of agreement between the outputs of both models, where 1 means equal."""
+    for place, row in enumerate(rows):
+        low, high = (row.compressed if end is None else end for end in (row.low, row.high))
+        _draw_point(axes, place, row.compressed, (low, high), COLOURS["agreement"])
+    axes.set_xlim(min(0.0, 1.1 * min(row.compressed for row in rows)), 1.03)
     axes.axvline(1.0, color=SOFT, linewidth=0.9, zorder=0)
-    _write_rows(axes, [(each.name, each.texts[1]) for each in changes])
+    _write_rows(axes, [(row.quantity, row.texts[2]) for row in rows])
     axes.set_xlabel("agreement with the dense model (1: equal); bars: 95 % interval", fontsize=9)
 
 

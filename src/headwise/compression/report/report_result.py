@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.checks import is_whole, require_one_of
 from headwise.errors import require
-from headwise.plots.before_after import PlottedChange, draw_before_after
+from headwise.plots.before_after import draw_before_after
 from headwise.runs.json_result import JsonResult, is_number, require_each
 from headwise.runs.rows import MeanEstimate
 from headwise.wording import counted
@@ -317,23 +317,7 @@ class CompressionReport(JsonResult):
         Example:
             >>> headwise.CompressionReport.load("report.json").plot().savefig("report.png")  # doctest: +SKIP
         """
-        return draw_before_after(
-            [
-                PlottedChange(
-                    row.quantity,
-                    row.kind,
-                    row.dense,
-                    row.compressed,
-                    row.change,
-                    (row.low, row.high),
-                    row.texts[1:3],
-                    (row.dense_sem, row.compressed_sem),
-                    f"change {row.change_text}" if row.kind == LOSS else "",
-                )
-                for row in self.rows
-            ],
-            title=self._title,
-        )
+        return draw_before_after(self.rows, title=self._title)
 
     def require_consistent(self) -> None:
         """Raise `InputError` if a field has the wrong type, two rows have the same quantity, or a row contradicts
