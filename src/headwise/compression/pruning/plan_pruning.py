@@ -19,6 +19,7 @@ from torch import nn
 from headwise.checks import finite_number, require_one_of, whole_number
 from headwise.compression.calibration.same_outputs import remove_heads_checked
 from headwise.compression.pruning.pruning_plan import DEFAULT_ROUNDS, Head, PlannedModule, PruningPlan, planned_modules
+from headwise.compression.scores.least_squares import LeastSquaresScores
 from headwise.errors import InputError
 from headwise.families.registry import head_module
 from headwise.page.columns import ModelIdentity
@@ -55,21 +56,6 @@ class UnitScores(Protocol):
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
         """Return the importance of each unit (set of heads) in the model from which the heads `removed` are already
         removed. Units with low scores are removed first.
-        """
-
-
-@runtime_checkable
-class ScoresWithCandidates(UnitScores, Protocol):
-    """Interface of pruning scores that come with alternative scores. One pruning plan is made from these scores and one
-    from each alternative; the method `choose` selects the best plan.
-    """
-
-    def candidates(self) -> Sequence[UnitScores]:
-        """Return these scores, followed by the alternative scores. A pruning plan is made from each of them."""
-
-    def choose(self, plans: Sequence[Sequence[PlannedModule]]) -> int:
-        """Return the index of the best of several pruning plans. The plan at index 0 was made by these scores
-        themselves, not by alternatives.
         """
 
 
@@ -124,8 +110,8 @@ def plan_pruning(
             raise InputError("statistic", expected="None for scores that are no table", got=repr(statistic))
         source = scores
     else:
-        source = _FunctionScores(scores, statistic) if callable(scores) else _TableScores(scores, statistic)
-    if rounds is not None and whole_number("rounds", rounds, least=1) > 1 and isinstance(source, _TableScores):
+        source = _TableScores(scores, statistic)
+    if rounds is not None and whole_number("rounds", rounds, least=1) > 1 and isinstance(scores, HeadTable):
         remedy = "pass a function that scores the model without some heads"
         raise InputError("rounds", expected="1 for a table, which cannot be scored again", got=rounds, remedy=remedy)
     if constraint == "free" and not source.is_comparable:
@@ -133,11 +119,11 @@ def plan_pruning(
         raise InputError("constraint", expected="uniform or groups for these scores", got="free", remedy=remedy)
     pools = _pools(planned_modules(source.rows, frozenset()), share, constraint)
     plans: dict[tuple[PlannedModule, ...], tuple[str, int]] = {}
-    for each in source.candidates() if isinstance(source, ScoresWithCandidates) else [source]:
+    for each in source.candidates() if isinstance(source, LeastSquaresScores) else [source]:
         removed, scored = _remove_in_rounds(each, pools, each.rounds if rounds is None else rounds, shown=progress)
         plans.setdefault(planned_modules(source.rows, removed), (each.name, scored))
     modules, (name, scored) = next(iter(plans.items()))
-    if len(plans) > 1 and isinstance(source, ScoresWithCandidates):
+    if len(plans) > 1 and isinstance(source, LeastSquaresScores):
         modules, (name, scored) = list(plans.items())[source.choose(list(plans))]
         name += f", the best of {len(plans)} plans on held-out sequences"
     identity, loader = source.identity, None
@@ -221,50 +207,32 @@ def _remove_in_rounds(
 
 
 class _TableScores:
-    """Scores from a table of heads. The score of a set of heads is the sum of one statistic over the heads, and does
-    not depend on the heads that are removed already. By default, the statistic is the one that the table's plots
-    show.
+    """Scores from a table of heads, or from a function that returns such a table for the model without some heads. The
+    score of a set of heads is the sum of one statistic over the heads, by default the one that the table's plots show.
     """
 
-    rounds: int | None = 1
     is_comparable = True
 
-    def __init__(self, table: Any, statistic: str | None) -> None:
+    def __init__(self, scores: Any, statistic: str | None) -> None:
+        self._function, self._statistic = scores if callable(scores) else None, statistic
+        self.rounds: int | None = 1 if self._function is None else DEFAULT_ROUNDS
+        table = scores if self._function is None else scores({})
         if not isinstance(table, HeadTable):
             expected = "a table of heads, a function that returns one, or scores of headwise"
             raise InputError("scores", expected=expected, got=type(table).__name__)
         known = table.statistics
         default = table.PLOTTED if table.PLOTTED in known else next(iter(known), None)
-        chosen = default if statistic is None else statistic
-        if chosen not in known:
-            raise InputError("statistic", expected=f"one of {', '.join(known)}", got=repr(chosen))
+        chosen = require_one_of("statistic", default if statistic is None else statistic, known)
         self.name = f"{chosen} of the {table.NAME}"
         self.rows: Sequence[Any] = table.heads
         self.identity: ModelIdentity | None = table.identity
         self._value_of = {(row.layer, row.head): row.statistics[chosen].value for row in table.heads}
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
-        """Return the sum of the table's statistic over the heads of each unit."""
-        return [math.fsum(self._value_of[head] for head in unit) for unit in units]
-
-
-class _FunctionScores:
-    """Scores from a function that measures the model without the removed heads, and returns a table of its heads. The
-    score of a set of heads is the sum of one statistic of this table.
-    """
-
-    rounds: int | None = DEFAULT_ROUNDS
-    is_comparable = True
-
-    def __init__(self, function: Callable[[Mapping[Head, float]], HeadTable[Any]], statistic: str | None) -> None:
-        self._function, self._statistic = function, statistic
-        self._first = _TableScores(function({}), statistic)  # of the unchanged model
-        self.name, self.rows, self.identity = self._first.name, self._first.rows, self._first.identity
-
-    def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
-        """Return the sum of the statistic over the heads of each unit, measured in the model without the heads
+        """Return the sum of the statistic over the heads of each unit. A function measures it without the heads
         `removed`.
         """
-        if not removed:
-            return self._first.of(units, removed)
-        return _TableScores(self._function(dict.fromkeys(sorted(removed), 0.0)), self._statistic).of(units, removed)
+        if removed and self._function is not None:
+            table = self._function(dict.fromkeys(sorted(removed), 0.0))
+            return _TableScores(table, self._statistic).of(units, frozenset())
+        return [math.fsum(self._value_of[head] for head in unit) for unit in units]
