@@ -98,10 +98,10 @@ def test_the_cost_of_a_block_is_the_error_that_its_removal_adds_on_other_folds(r
             after, error_after = fits_without_folds(x, y, dense, left, has_bias, damping)
             added[damping, index] = (error_after - error) / total, after, before, error_after
     best = min(DAMPINGS, key=lambda damping: sum(added[damping, index][-1] for index in range(len(blocks))))
-    for index, removal in enumerate(removals):
+    for index, (measured, changes) in enumerate(removals):
         error, after, before, _ = added[best, index]
-        assert removal.error == pytest.approx(error, rel=1e-8)
-        for fold, change in removal.changes.items():
+        assert measured == pytest.approx(error, rel=1e-8)
+        for fold, change in changes.items():
             torch.testing.assert_close(-change.left @ change.right, after[fold][0] - before[fold][0])
             torch.testing.assert_close(change.left @ change.right @ change.centre, after[fold][1] - before[fold][1])
 
@@ -117,7 +117,7 @@ def test_the_damping_is_that_of_the_least_error_not_of_the_least_rise(monkeypatc
     for fold in range(3):
         moments.add(fold, OutputMoments.of(x[8 * fold : 8 * fold + 8], y[8 * fold : 8 * fold + 8]))
     blocks, removed = [torch.tensor([0, 1])], torch.arange(6, 12)
-    (removal,) = moments.fitted_removals(blocks, removed)
+    ((error, _),) = moments.fitted_removals(blocks, removed)
     kept = torch.arange(6)
     before, after, added = {}, {}, {}
     for damping in (1e-6, 1.0):
@@ -127,7 +127,7 @@ def test_the_damping_is_that_of_the_least_error_not_of_the_least_rise(monkeypatc
         added[damping] = (after[damping] - before[damping]) / float(y.square().sum())
     assert added[1e-6] < added[1.0]
     assert after[1e-6] > after[1.0]
-    assert removal.error == pytest.approx(added[1.0])
+    assert error == pytest.approx(added[1.0])
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -142,13 +142,13 @@ def test_the_cost_of_a_block_without_a_fit_is_the_error_that_its_removal_adds(re
         return float((y - x @ kept.mT).square().sum() / (y - y.mean(0) * has_bias).square().sum())
 
     removals = folded(x, y, weight, has_bias).unfitted_removals(blocks, gone)
-    for block, removal in zip(blocks, removals, strict=True):
+    for block, (error, changes) in zip(blocks, removals, strict=True):
         expected = error_without(torch.cat([gone, block])) - error_without(gone)
-        assert removal.error == pytest.approx(expected, rel=1e-8)
+        assert error == pytest.approx(expected, rel=1e-8)
         expected_change = torch.zeros(5, 12, dtype=torch.float64)
         expected_change[:, block] = weight.double()[:, block]
-        assert removal.changes.keys() == {0, 1, 2}
-        for change in removal.changes.values():
+        assert changes.keys() == {0, 1, 2}
+        for change in changes.values():
             torch.testing.assert_close(change.left @ change.right, expected_change)
 
 
@@ -248,7 +248,7 @@ def test_scores_of_a_model_are_those_of_its_output_projections(kind):
 
 def errors(removals):
     """Return the added errors."""
-    return [removal.error for removal in removals]
+    return [error for error, _ in removals]
 
 
 def projected(model, batch):
@@ -296,10 +296,10 @@ def test_with_a_loss_scores_are_squared_first_order_changes_of_each_text(kind, t
         for text, (x, y, _) in enumerate(measured):
             moments.add(text, OutputMoments.of(x, y, weights[module.output][0][text]))
         removed, added = (columns_of(module, heads) for heads in ([5], [0, 1]))
-        (removal,) = (moments.fitted_removals if fitted else moments.unfitted_removals)([added], removed)
+        ((_, of_folds),) = (moments.fitted_removals if fitted else moments.unfitted_removals)([added], removed)
         changes = []
         for text, (_, _, slopes) in enumerate(measured):
-            left, right, centre = removal.changes[text]
+            left, right, centre = of_folds[text]
             shifts = [-left @ right, left @ right @ centre][: len(slopes)]
             changes.append(sum(float((shift * slope).sum()) for shift, slope in zip(shifts, slopes, strict=True)))
         expected = sum(change**2 for change in changes) / len(changes)

@@ -20,7 +20,6 @@ no labels, and no loss.
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from headwise.data.batches import call_model, copied, count_sequences_and_tokens
 from headwise.errors import InputError
 from headwise.intercept.module_calls import module_calls
 from headwise.progress import progress_bar
-from headwise.shapes import Bool, Float
+from headwise.shapes import Float
 
 TokenWeights = list[list[Tensor]]
 """Weights `(tokens,)` of the tokens of each sequence of each batch, in the order of `projection_inputs`."""
@@ -121,34 +120,24 @@ def _direction(output: Float[Tensor, "..."], *, is_logits: bool) -> Float[Tensor
     return rooted - probabilities * rooted.sum(-1, keepdim=True)
 
 
-@dataclass
-class WeightGradients:
-    """Derivatives of the loss of each sequence with respect to the weight and the bias of an output projection.
+WeightGradients = tuple[Float[Tensor, "_ _ _"], Float[Tensor, "_ _"]]
+"""Derivatives of the loss of each sequence with respect to weight and bias of an output projection (the bias it has, or
+one that it could have): `(sequences, out, width)` and `(sequences, out)`."""
 
-    Attributes:
-        weight: derivatives with respect to the weight, `(sequences, out, width)`.
-        bias: derivatives with respect to the bias, or to one that the projection could have, `(sequences, out)`.
+
+def effects_on_loss(
+    gradients: WeightGradients,
+    left: Float[Tensor, "out block"],
+    right: Float[Tensor, "block width"],
+    centre: Float[Tensor, " width"],
+) -> Float[Tensor, " sequences"]:
+    """Return the first-order change of the loss of each sequence if `left @ right` is added to the weight of the
+    projection. The bias changes such that the input `centre` keeps its output.
     """
-
-    weight: Float[Tensor, "sequences out width"]
-    bias: Float[Tensor, "sequences out"]
-
-    def __add__(self, other: "WeightGradients") -> "WeightGradients":
-        return WeightGradients(self.weight + other.weight, self.bias + other.bias)
-
-    def effects(
-        self,
-        chosen: Bool[Tensor, " sequences"],
-        left: Float[Tensor, "out block"],
-        right: Float[Tensor, "block width"],
-        centre: Float[Tensor, " width"],
-    ) -> Float[Tensor, " chosen"]:
-        """Return the first-order change of the loss of each chosen sequence if `left @ right` is added to the weight of
-        the projection. The bias changes such that the input `centre` keeps its output.
-        """
-        left, right, centre = (each.to(self.weight) for each in (left, right, centre))
-        weight = torch.einsum("sow,ob,bw->s", self.weight[chosen], left, right)
-        return weight - torch.einsum("so,ob,b->s", self.bias[chosen], left, right @ centre)
+    of_weight, of_bias = gradients
+    left, right, centre = (each.to(of_weight) for each in (left, right, centre))
+    weight = torch.einsum("sow,ob,bw->s", of_weight, left, right)
+    return weight - torch.einsum("so,ob,b->s", of_bias, left, right @ centre)
 
 
 def require_slope(loss: Any) -> None:
@@ -170,9 +159,7 @@ def weight_gradients(
     with progress_bar("gradients", len(batches), "batches") as bar:
         parts = [_of_batch(model, paths, batch, loss) for batch in bar.track(batches, step=1)]
     return {
-        path: WeightGradients(
-            *(torch.cat([getattr(part[path], kind) for part in parts]) for kind in ("weight", "bias"))
-        )
+        path: (torch.cat([part[path][0] for part in parts]), torch.cat([part[path][1] for part in parts]))
         for path in paths
     }
 
@@ -196,8 +183,8 @@ def _of_batch(
 
         def add(slopes: Tensor) -> None:
             slopes = slopes * counted
-            added = WeightGradients(torch.einsum("sto,stw->sow", slopes, inputs), slopes.sum(1))
-            sums[path] = sums[path] + added if path in sums else added
+            weight, bias = torch.einsum("sto,stw->sow", slopes, inputs), slopes.sum(1)
+            sums[path] = (sums[path][0] + weight, sums[path][1] + bias) if path in sums else (weight, bias)
 
         return with_slopes(output, add)
 

@@ -32,18 +32,9 @@ ROUNDING = 1e-12
 """Part of a sum of squares below which the sum about the mean is rounding of float64."""
 
 
-class Fit(NamedTuple):
-    """Weight and bias of an output projection, fitted by least squares to targets: the outputs that it should have.
-
-    Attributes:
-        weight: weight of the columns that remain.
-        bias: the bias; 0 if the projection has none.
-        inverse: inverse of the damped mean of x x^T over these columns.
-    """
-
-    weight: Float[Tensor, "out kept"]
-    bias: Float[Tensor, " out"]
-    inverse: Float[Tensor, "kept kept"]
+Fit = tuple[Float[Tensor, "_ _"], Float[Tensor, "_"], Float[Tensor, "_ _"]]
+"""Output projection that is fitted by least squares: its weight `(out, kept)` for the columns that remain, its bias
+`(out,)`, which is 0 if it has none, and the inverse of the damped mean of x x^T over these columns."""
 
 
 @dataclass
@@ -111,7 +102,7 @@ class OutputMoments:
 
     def fits(
         self, weight: Float[Tensor, "out width"], kept: Int[Tensor, " kept"], has_bias: bool, dampings: Sequence[float]
-    ) -> Iterator["Fit"]:
+    ) -> Iterator[Fit]:
         """Yield, for each of the `dampings`, the least-squares fit of an output projection that reads the input columns
         `kept` alone. The damping is a ridge term that draws the fitted weight towards the original `weight`. Columns
         whose inputs are all 0 therefore keep their weights.
@@ -123,7 +114,7 @@ class OutputMoments:
             inverse = torch.linalg.inv(centred.damped(damping)[kept][:, kept])
             fitted = dense + missing @ inverse
             bias = (self.y - fitted @ self.x[kept]) / self.mass
-            yield Fit(fitted, bias if has_bias else torch.zeros_like(bias), inverse)
+            yield fitted, bias if has_bias else torch.zeros_like(bias), inverse
 
     def error(
         self, weight: Float[Tensor, "out kept"], bias: Float[Tensor, " out"], kept: Int[Tensor, " kept"]
@@ -162,34 +153,24 @@ class WeightChange(NamedTuple):
         return float(square + 2 * ((residual @ self.right.mT) * self.left).sum())
 
 
-class BlockRemoval(NamedTuple):
-    """Effect of the removal of a block of input columns on an output projection: the added error, and the change of its
-    weight and bias.
-
-    Attributes:
-        error: increase of the mean squared difference between outputs and targets, in units of the mean of `|y|^2`,
-            where y is a target.
-        changes: change of the projection for each fold. The change of a fold was fitted without the tokens of this
-            fold.
-    """
-
-    error: float
-    changes: dict[int, WeightChange]
+BlockRemoval = tuple[float, dict[int, WeightChange]]
+"""Effect of the removal of a block of input columns on an output projection. The first part is the increase of the mean
+squared difference between outputs and targets, in units of the mean square of the targets. The second is the change of
+the projection for each fold, fitted without the tokens of this fold."""
 
 
 def _changes(
     fit: Fit, blocks: Sequence[Int[Tensor, " block"]], kept: Int[Tensor, " kept"], centre: Float[Tensor, " width"]
 ) -> Iterator[WeightChange]:
-    """Yield, for each block of input columns, how a fitted projection changes if the block is removed and the weights
-    of the remaining columns are fitted again to the same data.
-    """
+    """Yield the change of a fitted projection for each block that is removed, with the others fitted again."""
+    weight, _, inverse = fit
     place = torch.full((len(centre),), -1)
     place[kept] = torch.arange(len(kept))
     for block in blocks:
         own = place[block]
-        left = fit.weight[:, own] @ torch.linalg.inv(fit.inverse[own][:, own])
-        right = fit.inverse.new_zeros(len(own), len(centre))
-        right[:, kept] = fit.inverse[own]
+        right = inverse.new_zeros(len(own), len(centre))
+        right[:, kept] = inverse[own]
+        left = weight[:, own] @ torch.linalg.inv(inverse[own][:, own])
         yield WeightChange(left, right, centre)
 
 
@@ -245,11 +226,11 @@ class FoldedMoments:
         """
         errors = torch.zeros(len(DAMPINGS), dtype=torch.float64)
         for fold, own in self.folds.items():
-            for tried, fit in enumerate(self.without(fold).fits(self._weight, kept, self._has_bias, DAMPINGS)):
-                errors[tried] += own.error(fit.weight, fit.bias, kept)
+            fits = self.without(fold).fits(self._weight, kept, self._has_bias, DAMPINGS)
+            errors += torch.tensor([own.error(weight, bias, kept) for weight, bias, _ in fits], dtype=torch.float64)
         data = self.total if left_out is None else self.without(left_out)
-        (best,) = data.fits(self._weight, kept, self._has_bias, [DAMPINGS[int(errors.argmin())]])
-        return best.weight, best.bias
+        ((weight, bias, _),) = data.fits(self._weight, kept, self._has_bias, [DAMPINGS[int(errors.argmin())]])
+        return weight, bias
 
     def fitted_removals(
         self, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"]
@@ -272,17 +253,17 @@ class FoldedMoments:
             others = self.without(fold)
             centre = others.x / others.mass if self._has_bias else torch.zeros_like(others.x)
             for tried, fit in enumerate(others.fits(self._weight, kept, self._has_bias, DAMPINGS)):
-                residual = own.yx - fit.weight @ own.xx[kept] - torch.outer(fit.bias, own.x)
-                lost = own.y - fit.weight @ own.x[kept] - own.mass * fit.bias
+                weight, bias, _ = fit
+                residual = own.yx - weight @ own.xx[kept] - torch.outer(bias, own.x)
+                lost = own.y - weight @ own.x[kept] - own.mass * bias
                 # |e|^2 = e y - e W x - e b for e = y - W x - b; `residual` and `lost` are the sums of e x^T and e
-                of_weight = float((fit.weight * (own.yx + residual)[:, kept]).sum())
-                before[tried] += own.yy - of_weight - float(fit.bias @ (own.y + lost))
+                of_weight = float((weight * (own.yx + residual)[:, kept]).sum())
+                before[tried] += own.yy - of_weight - float(bias @ (own.y + lost))
                 for index, change in enumerate(_changes(fit, blocks, kept, centre)):
                     changes[tried][index][fold] = change
                     added[tried, index] += change.added_error(residual - torch.outer(lost, change.centre), own)
         best = int((before[:, None] + added).sum(1).argmin())
-        relative = self._relative(added[best].tolist())
-        return [BlockRemoval(*each) for each in zip(relative, changes[best], strict=True)]
+        return list(zip(self._relative(added[best].tolist()), changes[best], strict=True))
 
     def unfitted_removals(
         self, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"]
@@ -298,8 +279,7 @@ class FoldedMoments:
             right[torch.arange(len(block)), block] = 1.0
             changes.append(WeightChange(weight[:, block], right, torch.zeros_like(total.x)))
         errors = self._relative([change.added_error(residual, total) for change in changes])
-        removals = zip(errors, changes, strict=True)
-        return [BlockRemoval(error, dict.fromkeys(self.folds, change)) for error, change in removals]
+        return [(error, dict.fromkeys(self.folds, change)) for error, change in zip(errors, changes, strict=True)]
 
     def _relative(self, errors: Sequence[float]) -> list[float]:
         """Return errors divided by the sum of squares of the targets. If the projection has a bias, the mean of the

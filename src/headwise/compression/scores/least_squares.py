@@ -21,6 +21,7 @@ from headwise.compression.calibration.calibration_data import (
 )
 from headwise.compression.calibration.derivatives import (
     WeightGradients,
+    effects_on_loss,
     require_slope,
     token_weights,
     weight_gradients,
@@ -235,15 +236,15 @@ class LeastSquaresScores:
         module, moments = self._modules[path], self._moments[path]
         blocks = [columns_of_heads(module, [head for _, head in unit]) for unit in units]
         gone = columns_of_heads(module, removed)
-        removals_of = moments.fitted_removals if self._is_fitted else moments.unfitted_removals
-        removals = removals_of(blocks, gone)
+        removals = (moments.fitted_removals if self._is_fitted else moments.unfitted_removals)(blocks, gone)
         if not self.is_comparable:
-            return [removal.error for removal in removals]
+            return [error for error, _ in removals]
         gradients, scores = self._gradients[module.output], []
-        for removal in removals:
+        for _, changes in removals:
             squares = 0.0
-            for fold, change in removal.changes.items():  # the change in each fold was fitted to the other folds
-                effects = gradients.effects(self._fold_of_sequences == fold, *change)
+            for fold, change in changes.items():  # the change in each fold was fitted to the other folds
+                chosen = self._fold_of_sequences == fold
+                effects = effects_on_loss((gradients[0][chosen], gradients[1][chosen]), *change)
                 squares += float(effects.double().square().sum())
             scores.append(squares / len(self._fold_of_sequences))
         return scores
