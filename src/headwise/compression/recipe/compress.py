@@ -124,12 +124,9 @@ class RecipeResult(JsonResult):
         size (`_n`) and degrees of freedom (`_df`).
         """
         return [
-            {
-                "step": each.name,
-                "parameters": each.parameters,
-                **each.loss.columns("loss"),
-                **each.difference.columns("difference"),
-            }
+            {"step": each.name, "parameters": each.parameters}
+            | each.loss.columns("loss")
+            | each.difference.columns("difference")
             for each in self.stages
         ]
 
@@ -139,32 +136,22 @@ class RecipeResult(JsonResult):
         """
         names = [each.name for each in self.stages]
         are_in_order = names[:1] == ["dense"] and names == [name for name in STAGES if name in names]
-        require_each(
-            self.ARGUMENT,
-            (
-                (self.model, isinstance(self.model, str), "the name of the model"),
-                (self.loader, self.loader in LOADERS, f"a loader of {', '.join(LOADERS)}"),
-                (self.loss, isinstance(self.loss, str), "the name of the loss"),
-                (self.documents, is_whole(self.documents, 1), "a number of documents"),
-                (names, are_in_order, f"some of {', '.join(STAGES)}"),
-                *(
-                    (each.parameters, is_whole(each.parameters, 0), f"a number of parameters of {each.name}")
-                    for each in self.stages
-                ),
-                *(
-                    (
-                        mean,
-                        is_number(mean.value)
-                        and is_number(mean.sem, 0.0)
-                        and is_whole(mean.n, 0)
-                        and is_number(mean.df, 0.0),
-                        f"mean, standard error, number and degrees of freedom for {each.name}",
-                    )
-                    for each in self.stages
-                    for mean in (each.loss, each.difference)
-                ),
-            ),
-        )
+        values = [
+            (self.model, isinstance(self.model, str), "the name of the model"),
+            (self.loader, self.loader in LOADERS, f"a loader of {', '.join(LOADERS)}"),
+            (self.loss, isinstance(self.loss, str), "the name of the loss"),
+            (self.documents, is_whole(self.documents, 1), "a number of documents"),
+            (names, are_in_order, f"some of {', '.join(STAGES)}"),
+        ]
+        for each in self.stages:
+            count = each.parameters
+            values.append((count, is_whole(count, 0), f"a number of parameters of {each.name}"))
+        for each in self.stages:
+            for mean in (each.loss, each.difference):
+                are_numbers = is_number(mean.value) and is_number(mean.sem, 0.0) and is_number(mean.df, 0.0)
+                expected = f"mean, standard error, number and degrees of freedom for {each.name}"
+                values.append((mean, are_numbers and is_whole(mean.n, 0), expected))
+        require_each(self.ARGUMENT, values)
 
 
 def compress(recipe: str | Path, out: str | Path, *, force: bool = False, progress: bool = False) -> RecipeResult:

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,14 +39,11 @@ def time_rows(
     times are divided by `steps`, the number of equal steps in a run.
     """
 
-    def timed(model: nn.Module, of_model: Sequence[str]) -> Callable[[], dict[str, float]]:
-        def once() -> dict[str, float]:
-            prepared = prepare(model)
-            return run_times(model, of_model, lambda: run(model, prepared))
+    def timed(model: nn.Module, of_model: Sequence[str]) -> dict[str, float]:
+        prepared = prepare(model)
+        return run_times(model, of_model, lambda: run(model, prepared))
 
-        return once
-
-    dense, compressed = (timed(*each) for each in zip(models, paths, strict=True))
+    dense, compressed = (partial(timed, *each) for each in zip(models, paths, strict=True))
     samples = paired_times((dense, compressed), rounds, steps)
     titles = {TOTAL: name, ATTENTION: f"{name}, attention"}
     return [ReportRow.of_times(titles[part], *seconds) for part, seconds in samples.items()]
