@@ -10,13 +10,7 @@ from headwise.cli.loading import RunFlags
 from headwise.cli.options import Html, Top, added_statistics, choice, numbers, option, path
 from headwise.cli.output import OutputFlags, require_writable_page
 from headwise.errors import InputError
-from headwise.settings import (
-    NORMED_STATISTICS,
-    ROLLOUT_RESIDUAL,
-    ROLLOUT_STATISTICS,
-    ROW_STATISTICS,
-    SINK_EPSILON,
-)
+from headwise.settings import NORMED_STATISTICS, ROLLOUT_RESIDUAL, ROLLOUT_STATISTICS, ROW_STATISTICS, SINK_EPSILON
 
 
 def profile(

@@ -11,14 +11,7 @@ import headwise as hw
 from headwise.cli.loading import require_same_run
 from headwise.cli.options import CausalFlags, Force, ModelFlags, TableOut, Top, choice, numbers, option, path_option
 from headwise.cli.output import OutputFlags
-from headwise.settings import (
-    CONTINUATIONS,
-    COPIED_PROMPTS,
-    FEWEST_PAIRS,
-    NAME_PROMPTS,
-    NEEDLE_LENGTHS,
-    NEEDLES,
-)
+from headwise.settings import CONTINUATIONS, COPIED_PROMPTS, FEWEST_PAIRS, NAME_PROMPTS, NEEDLE_LENGTHS, NEEDLES
 
 if TYPE_CHECKING:
     from headwise.runs.table import Table

@@ -28,16 +28,7 @@ from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.significance import in_errors
 from headwise.runs.table import Table
-from headwise.show.tables import (
-    AT_RATE,
-    descending,
-    means,
-    print_table,
-    print_title,
-    run_title,
-    significant,
-    signs,
-)
+from headwise.show.tables import AT_RATE, descending, means, print_table, print_title, run_title, significant, signs
 from headwise.show.terminal import bold_colour
 from headwise.statistics.by_distance import WITH_FIRST
 from headwise.statistics.by_norm import MOVED, PREFERENCE

@@ -26,12 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.losses import Loss, loss_per_example, require_loss
-from headwise.compression.calibration.recording import (
-    padding_mask,
-    projection_slopes,
-    stated_padding,
-    with_slopes,
-)
+from headwise.compression.calibration.recording import padding_mask, projection_slopes, stated_padding, with_slopes
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens, floating_tensors, frozen_parameters
 from headwise.errors import InputError
 from headwise.intercept.module_calls import module_calls

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.causality import require_causal
-from headwise.analysis.losses import (
-    loss_by_name,
-    next_token_loss,
-)
+from headwise.analysis.losses import loss_by_name, next_token_loss
 from headwise.compression.merging.merge_kv import MERGEABLE, mergeable_modules
 from headwise.compression.pruning.plan_pruning import plan_pruning
 from headwise.compression.pruning.prune import prune

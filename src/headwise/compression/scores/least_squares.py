@@ -27,16 +27,8 @@ from headwise.compression.calibration.derivatives import (
     weight_gradients,
     weights_of,
 )
-from headwise.compression.calibration.least_squares_fits import (
-    FoldedMoments,
-    OutputMoments,
-)
-from headwise.compression.calibration.reconstruction import (
-    columns_of_heads,
-    fit_projection,
-    moments_of,
-    output_weight,
-)
+from headwise.compression.calibration.least_squares_fits import FoldedMoments, OutputMoments
+from headwise.compression.calibration.reconstruction import columns_of_heads, fit_projection, moments_of, output_weight
 from headwise.compression.calibration.recording import projection_inputs
 from headwise.compression.healing.distillation import distillation_loss
 from headwise.compression.pruning.pruning_plan import Head, PlannedModule
