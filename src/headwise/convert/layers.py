@@ -307,9 +307,8 @@ def _stacked(name: str, maps: Sequence[LinearMap]) -> LinearMap:
     weight = torch.cat([map_.weight for map_ in maps])
     biases = [map_.bias for map_ in maps if map_.bias is not None]
     if len(biases) not in (0, len(maps)):
-        raise InputError(
-            "heads", expected=f"a bias in every {name} map or in none", got=f"one in {len(biases)} of {len(maps)}"
-        )
+        expected = f"a bias in every {name} map or in none"
+        raise InputError("heads", expected=expected, got=f"one in {len(biases)} of {len(maps)}")
     return LinearMap(weight, torch.cat(biases) if biases else None)
 
 
@@ -467,9 +466,8 @@ def _plain_projection(layer: MultiHeadAttention, name: str) -> nn.Linear:
     elif has_hooks(linear):
         problem = "one with a hook"
     if problem is not None:
-        raise InputError(
-            "layer", expected=f"a plain nn.Linear as {name}", got=problem, remedy="merge or remove adapters"
-        )
+        expected = f"a plain nn.Linear as {name}"
+        raise InputError("layer", expected=expected, got=problem, remedy="merge or remove adapters")
     assert isinstance(linear, nn.Linear)
     return linear
 

@@ -62,9 +62,8 @@ class TrainingCallback:
             pairs = tuple(head_pair("log_heads", head, of="a collection of (layer, head)") for head in heads)
             for pair in pairs:
                 if not all(is_whole(number, 0) for number in pair):
-                    raise InputError(
-                        "log_heads", expected="heads (layer, head) with whole numbers from 0", got=repr(pair)
-                    )
+                    expected = "heads (layer, head) with whole numbers from 0"
+                    raise InputError("log_heads", expected=expected, got=repr(pair))
             self._log_heads = pairs
         self._monitor: Monitor | None = None
         self._is_open = False

@@ -25,6 +25,7 @@ of such a class:
 A module in which this is not so is refused by name.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -463,16 +464,10 @@ def _only_at(slopes: Mapping[str, Tensor], token: int) -> Rows:
 
 
 def _own(rows: Sequence[Rows]) -> list[Rows]:
-    """Return the output features that belong to each head, in those linear maps where no feature belongs to two heads.
-    Maps with shared features, such as projections into a latent of all heads, are left out.
-    """
-    counts: dict[tuple[str, int], int] = {}
-    for of_head in rows:
-        for name, features in of_head.items():
-            for feature in features:
-                counts[name, feature] = counts.get((name, feature), 0) + 1
-    names = {name for name, _ in counts if all(number == 1 for (other, _), number in counts.items() if other == name)}
-    return [{name: features for name, features in of_head.items() if name in names} for of_head in rows]
+    """Return the features of each head, in those linear maps where no feature belongs to two heads."""
+    counts = Counter((name, feature) for of_head in rows for name, own in of_head.items() for feature in own)
+    shared = {name for (name, _), number in counts.items() if number > 1}
+    return [{name: features for name, features in of_head.items() if name not in shared} for of_head in rows]
 
 
 def _require_halved(path: str, module: nn.Module, before: Tensor, after: Tensor, head: int) -> None:

@@ -1,6 +1,7 @@
 """`monitor`: statistics of every head during training, at the cost of the steps that are observed."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -42,7 +43,7 @@ class TrainingObserver(StatisticsObserver):
         measured = frozenset(statistics) | INDICATORS
         super().__init__(model, heads, (), None, measured=measured, keeps_output=True)
         self._modules = dict(model.named_modules())
-        self._most_sequences, self._observed_sequences = sequences, dict[str, int]()
+        self._most_sequences, self._observed_sequences = sequences, Counter[str]()
         self._of_thread = threading.local()
         self.inputs: Mapping[str, Any] | None = None
 
@@ -52,8 +53,7 @@ class TrainingObserver(StatisticsObserver):
         sequences in one pass.
         """
         super().on_model_call()
-        for path, sequences in vars(self._of_thread).pop("sequences", {}).items():
-            self._observed_sequences[path] = self._observed_sequences.get(path, 0) + sequences
+        self._observed_sequences.update(vars(self._of_thread).pop("sequences", {}))
 
     def on_module_call(self, path: str) -> None:
         """Record that a module ran in training mode. Modules in evaluation mode are ignored, so that their attention is
@@ -72,7 +72,7 @@ class TrainingObserver(StatisticsObserver):
         if call.is_recomputation or not self._modules[path].training:
             return None
         if self._most_sequences is not None:
-            if self._observed_sequences.get(path, 0) >= self._most_sequences:
+            if self._observed_sequences[path] >= self._most_sequences:
                 return None
             of_call = vars(self._of_thread).setdefault("sequences", dict[str, int]())
             of_call[path] = max(of_call.get(path, 0), call.grid.batch)
@@ -261,9 +261,8 @@ class Monitor:
         """
         if not self._is_open:
             remedy = "call monitor.step() within `with hw.monitor(...) as monitor:`"
-            raise InputError(
-                "monitor", expected="one that is entered as a context manager", got="another", remedy=remedy
-            )
+            expected = "one that is entered as a context manager"
+            raise InputError("monitor", expected=expected, got="another", remedy=remedy)
         try:
             return [] if self._heads is None else self._record(self._heads)
         finally:

@@ -43,14 +43,8 @@ class PageHead:
 
 @dataclass(frozen=True)
 class PageStatistic:
-    """Description of a statistic that a page shows for every head, such as the entropy of the attention weights or the
-    ablation effect.
-
-    Attributes:
-        name: name of the statistic; no two statistics of one source have the same.
-        unit: unit of the statistic, such as "nats"; empty if there is none.
-        meaning: what the statistic measures, in one sentence.
-        source: what the statistic was measured on, such as "this text" or "profile".
+    """Description of a statistic of every head, such as the entropy of attention weights or the ablation effect. The
+    meaning is one sentence. No two statistics of one source, such as "this text" or "profile", have the same name.
     """
 
     name: str

@@ -28,9 +28,8 @@ def replace_torch_layers(model: nn.Module) -> nn.Module:
     for path, layer in list(model.named_modules(remove_duplicate=False)):
         if type(layer) is nn.MultiheadAttention:
             if first := paths.get(id(layer)):
-                raise InputError(
-                    "model", expected="a layer of its own in each place", got=f"one for {first} and {path}"
-                )
+                expected = "a layer of its own in each place"
+                raise InputError("model", expected=expected, got=f"one for {first} and {path}")
             paths[id(layer)] = path
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, _own_layer(layer, path))

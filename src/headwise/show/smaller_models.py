@@ -49,13 +49,6 @@ def print_recipe(report: RecipeResult, console: Console) -> None:
 
 
 def recipe_records(report: RecipeResult) -> Records:
-    """Return the result of a model compression as one row per step, with model, loss and number of documents in the
-    metadata.
-    """
-    metadata = {
-        "model": {"name": report.model},
-        "loader": report.loader,
-        "loss": report.loss,
-        "documents": report.documents,
-    }
-    return Records(report.records(), metadata)
+    """Return the result of a compression as one row per step, with the other fields in the metadata."""
+    described = {name: getattr(report, name) for name in ("loader", "loss", "documents")}
+    return Records(report.records(), {"model": {"name": report.model}, **described})

@@ -109,18 +109,10 @@ class ModelShape:
         """
         common = 2 * math.lcm(*heads)
         step = common if common <= MAX_COMMON_MULTIPLE else 2
-
-        shapes = [
-            ModelShape(
-                vocabulary,
-                embed_dim or step * max(1, round(WIDTH_PER_LAYER * number / step)),
-                number,
-                parameters,
-                **other,
-            )
-            for number in ((layers,) if layers else range(1, 49))
-        ]
-
+        shapes = []
+        for number in (layers,) if layers else range(1, 49):
+            width = embed_dim or step * max(1, round(WIDTH_PER_LAYER * number / step))
+            shapes.append(ModelShape(vocabulary, width, number, parameters, **other))
         estimates = (vocabulary * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2 for shape in shapes)
         return min(zip(shapes, estimates, strict=True), key=lambda pair: abs(math.log(pair[1] / parameters)))[0]
 

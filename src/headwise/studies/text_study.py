@@ -263,9 +263,7 @@ def study_texts(
     models, has_old_models = writable_folder(out) / "models", force
 
     def save(model: nn.Module, setting: Setting, seed: int) -> None:
-        """Save a trained model to a folder named after its heads and seed, such as `8x64-kv2-seed-1`. With `force`,
-        models of an earlier study are deleted before the first one.
-        """
+        """Save a model to a folder such as `8x64-kv2-seed-1`. With `force`, delete earlier models first."""
         nonlocal has_old_models
         if has_old_models:
             shutil.rmtree(models, ignore_errors=True)

@@ -108,20 +108,15 @@ def merge_kv(
                     weights[path] = _align(merged, module, num_kv_heads, moments[path], method, grouping)
             expected, used = outputs_of(model, modules, batches)
             require_same(merged, expected, outputs_of(merged, modules, used)[0], ALIGNED)
+        firsts = {}
         for path, module in modules.items():  # the heads of each group become equal: their weighted mean
             size = module.num_kv_heads // num_kv_heads
             average_heads(merged, module, *(_shares(of_part, size) for of_part in weights[path]))
+            # All query heads remain, and the first of the equal key/value heads of each group.
+            firsts[path] = KeptHeads(tuple(range(module.num_heads)), tuple(range(0, module.num_kv_heads, size)))
         if reconstruct:
             heads = {path: module.kept(range(module.num_heads)) for path, module in modules.items()}
             fit_output_projections(model, merged, heads, batches, documents_of(calibration))
-        # All query heads remain, and the first of the equal key/value heads of each group.
-        firsts = {
-            path: KeptHeads(
-                tuple(range(module.num_heads)),
-                tuple(range(0, module.num_kv_heads, module.num_kv_heads // num_kv_heads)),
-            )
-            for path, module in modules.items()
-        }
         if batches:
             remove_heads_checked(merged, firsts, batches, may_record=False, claim=MERGED)
         else:
@@ -145,9 +140,8 @@ def mergeable_modules(model: nn.Module, num_kv_heads: int) -> dict[str, HeadModu
         family, reason = family_of(other), ""
         if family is not None:
             reason = f" with {family.why_not_removed or 'no number of key/value heads in its configuration'}"
-        raise InputError(
-            "model", expected=f"attention modules of {', '.join(MERGEABLE)}", got=f"{type(other).__name__}{reason}"
-        )
+        expected = f"attention modules of {', '.join(MERGEABLE)}"
+        raise InputError("model", expected=expected, got=f"{type(other).__name__}{reason}")
     for path, module in modules.items():
         present = module.num_kv_heads
         if num_kv_heads >= present or present % num_kv_heads:

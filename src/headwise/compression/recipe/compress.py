@@ -263,13 +263,8 @@ class _Run:
             stages.append(stage(name, current, self._losses(current)))
         shutil.rmtree(self._folder / HEALING, ignore_errors=True)  # the trained weights are saved as a model
         config: Any = current.config
-        result = RecipeResult(
-            self._inputs.source.title,
-            "headwise" if has_record(config) else "transformers",
-            name_of_loss(loss),
-            len(set(documents)),
-            tuple(stages),
-        )
+        loader, title = "headwise" if has_record(config) else "transformers", self._inputs.source.title
+        result = RecipeResult(title, loader, name_of_loss(loss), len(set(documents)), tuple(stages))
         write_atomically(self._folder / REPORT, result.to_json().encode())
         last = self._folder / steps[-1]
         if last.exists():

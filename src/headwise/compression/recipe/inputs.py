@@ -121,12 +121,9 @@ def load_whole_model(source: ModelSource, dtype: torch.dtype | None = None) -> n
     model: Any = source.model(source.lm_head(), dtype)
     saved = getattr(model.config, "architectures", None) or [type(model).__name__]
     if type(model).__name__ not in saved:
-        raise InputError(
-            "model",
-            expected="one without a head, or with that of a language model",
-            got=f"a {saved[0]}",
-            remedy=f"load it with transformers.{saved[0]}, and use the functions of headwise in Python",
-        )
+        expected, got = "one without a head, or with that of a language model", f"a {saved[0]}"
+        remedy = f"load it with transformers.{saved[0]}, and use the functions of headwise in Python"
+        raise InputError("model", expected=expected, got=got, remedy=remedy)
     loaded: nn.Module = model
     return loaded
 

@@ -91,15 +91,8 @@ class ReportRow:
         low, high = _interval(change)
         means = before.value, after.value, change.value, low, high
         errors = _known(before.sem), _known(after.sem), _known(change.sem)
-        return ReportRow(
-            quantity,
-            LOSS,
-            "loss",
-            *means,
-            *errors,
-            samples=sum(not math.isnan(each) for each in differences),
-            documents=change.n,
-        )
+        samples = sum(not math.isnan(each) for each in differences)
+        return ReportRow(quantity, LOSS, "loss", *means, *errors, samples=samples, documents=change.n)
 
     @staticmethod
     def of_agreement(quantity: str, unit: str, values: Sequence[float], documents: Sequence[Hashable]) -> "ReportRow":
@@ -111,9 +104,8 @@ class ReportRow:
         least = 0.0 if unit == "share" else -1.0
         low, high = (None if each is None else min(max(each, least), 1.0) for each in (low, high))
         numbers = None, mean.value, None, low, high, None, _known(mean.sem)
-        return ReportRow(
-            quantity, AGREEMENT, unit, *numbers, samples=sum(not math.isnan(each) for each in values), documents=mean.n
-        )
+        samples = sum(not math.isnan(each) for each in values)
+        return ReportRow(quantity, AGREEMENT, unit, *numbers, samples=samples, documents=mean.n)
 
     def require_consistent(self) -> None:
         """Raise `InputError` if a field of this row has the wrong type or contradicts another one, such as an interval

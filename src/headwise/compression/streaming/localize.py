@@ -118,9 +118,7 @@ def localize(
         with torch.no_grad():
 
             def measured(part: Sequence[Batch], restricted_modules: Sequence[LocalizedModule]) -> float:
-                """Return the mean loss of the model over the texts in `part`, while the streaming heads of
-                `restricted_modules` attend to the first tokens and a window only.
-                """
+                """Return the mean loss over the texts in `part`, with the modules' streaming heads restricted."""
                 shown_bar = progress_bar("loss", len(part), "batches")
                 with restricted(model, tuple(restricted_modules), window, first), shown_bar as bar:
                     of_batches = [finite_loss_per_example(loss, model, batch) for batch in bar.track(part, step=1)]
@@ -200,15 +198,10 @@ class _ModuleReader(ModuleAttention):
         if type(cached) not in (library.DynamicLayer, library.DynamicSlidingWindowLayer):
             expected = f"a cache of keys and values for {self.path}"
             raise InputError("model", expected=expected, got=type(cached).__name__)
-        self.found = LocalizedModule(
-            layer,
-            self.path,
-            call.q.shape[1],
-            call.k.shape[1],
-            call.k.shape[3] + call.v.shape[3],
-            str(call.k.dtype).removeprefix("torch."),
-            None if type(cached) is library.DynamicLayer else int(cached.sliding_window),
-        )
+        sizes = call.q.shape[1], call.k.shape[1], call.k.shape[3] + call.v.shape[3]
+        dtype = str(call.k.dtype).removeprefix("torch.")
+        window = None if type(cached) is library.DynamicLayer else int(cached.sliding_window)
+        self.found = LocalizedModule(layer, self.path, *sizes, dtype, window)
         out: Tensor = call.run()[0]
         return out
 

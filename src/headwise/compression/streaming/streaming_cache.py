@@ -119,9 +119,8 @@ class StreamingStorage:
         attention: Any = None if owner is None else module_attentions.get(owner)
         if getattr(attention, "restriction", None) != (self.module, self._window, self._first):
             remedy = "open `with streaming.running(model)` around the call"
-            raise InputError(
-                "past_key_values", expected="a model that runs with these streaming heads", got="another", remedy=remedy
-            )
+            expected = "a model that runs with these streaming heads"
+            raise InputError("past_key_values", expected=expected, got="another", remedy=remedy)
         if key_states.shape[1] != self.module.num_kv_heads:
             expected = f"{self.module.num_kv_heads} key/value heads in the cache of {self.module.module}"
             raise InputError("model", expected=expected, got=key_states.shape[1])
