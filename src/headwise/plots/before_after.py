@@ -21,18 +21,18 @@ BEFORE, AFTER = "#667085", "#0072b2"
 ROW_INCHES = 0.27
 
 
-def draw_before_after(rows: Sequence[Any], *, title: str = "") -> "Figure":
-    """Draw how a compression affects a model, from the rows of a compression report, in up to three panels: sizes and
-    times in percent of those of the dense model, the losses of both models, and the agreement of their outputs. Error
-    bars are 95 % confidence intervals.
+def draw_before_after(changes: Sequence[Any], *, title: str = "") -> "Figure":
+    """Draw how a compression affects a model. The `changes` are the rows of a compression report. There are up to three
+    panels: sizes and times in percent of those of the dense model, the losses of both models, and the agreement of
+    their outputs. Error bars are 95 % confidence intervals.
     """
-    ratios = [row for row in rows if row.kind in ("size", "time") and row.change is not None]
-    losses, agreements = ([row for row in rows if row.kind == kind] for kind in ("loss", "agreement"))
+    ratios = [row for row in changes if row.kind in ("size", "time") and row.change is not None]
+    losses, agreements = ([row for row in changes if row.kind == kind] for kind in ("loss", "agreement"))
     panels = [
         (drawn, draw) for drawn, draw in ((ratios, _ratios), (losses, _losses), (agreements, _agreements)) if drawn
     ]
     if not panels:
-        raise InputError("rows", expected="at least one quantity", got="none")
+        raise InputError("changes", expected="at least one quantity", got="none")
     require("matplotlib.figure", purpose="a plot", extra="plot")
     from headwise.plots.notebook_figure import NotebookFigure
 
