@@ -99,8 +99,8 @@ def story(result: Result, change: Changes) -> str:
     copied, new = (final(result["loss"][name]) for name in ("copied", "new"))
     return (
         f"In the training with seed {change.seed}, head {change.previous_head} of the first layer learns to attend to "
-        f"the previous token, and reaches half of its final share at step {_step(change.previous_half)}. With such a head, "
-        "a later head can find the token after an earlier copy (Olsson et al. 2022). The largest induction score "
+        f"the previous token, and reaches half of its final share at step {_step(change.previous_half)}. "
+        "With such a head, a later head can find the token after an earlier copy (Olsson et al. 2022). The largest induction score "
         f"reaches half of its final value at step {_step(change.score_half)}. At the end it is {change.score:.2f}, "
         f"of head {change.head}. At the same time, the loss on copied tokens (those that an earlier copy predicts) "
         f"falls to {copied:.2f} nats. The loss on new tokens is {new:.2f} at the end."
