@@ -100,7 +100,8 @@ def story(result: Result, change: Changes) -> str:
     return (
         f"In the training with seed {change.seed}, head {change.previous_head} of the first layer learns to attend to "
         f"the previous token, and reaches half of its final share at step {_step(change.previous_half)}. "
-        "With such a head, a later head can find the token after an earlier copy (Olsson et al. 2022). The largest induction score "
+        "With such a head, a later head can find the token after an earlier copy (Olsson et al. 2022). "
+        "The largest induction score "
         f"reaches half of its final value at step {_step(change.score_half)}. At the end it is {change.score:.2f}, "
         f"of head {change.head}. At the same time, the loss on copied tokens (those that an earlier copy predicts) "
         f"falls to {copied:.2f} nats. The loss on new tokens is {new:.2f} at the end."
@@ -209,7 +210,7 @@ def one_copy(quotes: Sequence[Result], found: Sequence[Changes]) -> str:
     formed = [change for change in found if change.is_formed]
     plan = quotes[0]["plan"]
     return (
-        f"In the trainings of this section, the rows are more similar to ordinary text: one passage of {LENGTH // 4} "
+        f"In this experiment, the rows are more similar to ordinary text: one passage of {LENGTH // 4} "
         f"to {LENGTH // 2} tokens of each row is copied once, to a random later position in the row, where it replaces "
         "other tokens. "
         f"Induction heads form in {len(formed)} of {len(found)} seeds within {plan['steps']:,} steps. In the other "

@@ -89,8 +89,8 @@ def conclusion(growing: Sequence[Mapping[str, Any]], clipped: Sequence[Mapping[s
     steps = clipped[0]["plan"]["steps"]
     text = (
         f"Losses in the table are means over {LAST} steps. Without QK-clip, the loss becomes NaN in {len(failed)} of "
-        f"{len(growing)} trainings. With QK-clip, {len(rescued)} of {len(clipped)} trainings reach step {steps:,} with a "
-        "finite loss."
+        f"{len(growing)} trainings. With QK-clip, {len(rescued)} of {len(clipped)} trainings reach step {steps:,} with "
+        "a finite loss."
     )
     if warned:
         text += (
