@@ -20,10 +20,10 @@ DPI = 110
 INTRODUCTION = """\
 # Watch induction heads form
 
-Use this page to see what [`hw.monitor`](monitor.md) and [`hw.watch`](watch.md) show of a training. In the first part,
-induction heads form in a small decoder within a minute, and the loss falls at the same steps. In the second part, a
-training with a learning rate that is too high fails, long after an alarm of the monitor. With
-[`hw.qk_clip`](monitor.md#clipping-logits) it does not fail.
+Use this page to see what [`hw.monitor`](monitor.md) and [`hw.watch`](watch.md) show while a model trains. In the first
+part of the page, induction heads form in a small decoder within a minute, and the loss falls at the same steps. In the
+second part, a training with a learning rate that is too high fails, long after an alarm of the monitor. With
+[`hw.qk_clip`](monitor.md#clipping-logits), which limits attention logits, the training does not fail.
 
 The measurements of your own training look like this:
 
@@ -54,10 +54,10 @@ with hw.monitor(model, every=20, statistics=["previous", "max_logit"]) as monito
 monitor.history.plot("previous")    # attention to the previous token: a line for each head
 ```
 
-`hw.random_repeats` returns random tokens that occur four times in a row. The statistic `induction` is the share of
-attention that goes to the tokens after earlier copies of the query's token, the prefix-matching score of Olsson et al.
-(2022). This statistic needs token ids, so `hw.watch` measures it in additional forward passes. `hw.monitor` measures
-statistics that need no token ids, in the forward passes of the training itself.
+`hw.random_repeats` returns random tokens that occur four times in a row. The statistic `induction` of a head is the
+share of its attention that goes to the tokens after earlier copies of the query's token. Olsson et al. (2022) call it
+the prefix-matching score. This statistic needs token ids, so `hw.watch` measures it in additional forward passes.
+`hw.monitor` measures statistics that need no token ids, in the forward passes of the training itself.
 
 `make formation` repeats the measurements and writes this page.
 """

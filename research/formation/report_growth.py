@@ -14,16 +14,16 @@ LAST = 50
 """Number of last steps over which a loss is averaged."""
 
 SETTING = """\
-The model is a Llama of `transformers` with two layers and {parameters:,} parameters, with `attn_implementation="eager"`
-and autocast to float16. It trains on rows of {length} unchanged tokens of the same text. The learning rate of AdamW is
-{rate} for most parameters, and {query_key_rate} for the query and key projections, which is too high. There is no
-clipping of gradients. The products of queries and keys are float16 numbers, whose largest value is 65,504. With
-{head_dim} features of a head, this is a logit of {limit:,.0f}. If a logit is larger, the attention weights of its row
-become NaN, and so does the loss.
+The model of this experiment is a Llama of `transformers` with two layers and {parameters:,} parameters, with
+`attn_implementation="eager"` and autocast to float16. It trains on rows of {length} tokens of the Bible text,
+without added repeats. The learning rate of AdamW is {rate} for most parameters, and {query_key_rate} for the query
+and key projections, which is too high. There is no clipping of gradients. The products of queries and keys are
+float16 numbers, whose largest value is 65,504. With {head_dim} features of a head, this is a logit of {limit:,.0f}.
+If a logit is larger, the attention weights of its row become NaN, and so does the loss.
 
-For each seed, the model is trained twice, and the monitor observes every step. The second training differs from the
-first only in one call of `hw.qk_clip` after each step, with a threshold of {threshold:.0f}. Initial weights, data and
-their order are the same in both."""
+For each seed, the Llama model is trained twice, and `hw.monitor` observes every step. The second training differs
+from the first only in one call of `hw.qk_clip` after each step, with a threshold of {threshold:.0f}. The two
+trainings have the same initial weights, and the same data in the same order."""
 
 
 def section(growing: Sequence[Mapping[str, Any]], clipped: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -88,8 +88,9 @@ def conclusion(growing: Sequence[Mapping[str, Any]], clipped: Sequence[Mapping[s
     rescued = [other for other in clipped if other["nonfinite_step"] is None]
     steps = clipped[0]["plan"]["steps"]
     text = (
-        f"Losses are means over {LAST} steps. Without QK-clip, the loss becomes NaN in {len(failed)} of {len(growing)} "
-        f"trainings. With QK-clip, {len(rescued)} of {len(clipped)} trainings reach step {steps:,} with a finite loss."
+        f"Losses in the table are means over {LAST} steps. Without QK-clip, the loss becomes NaN in {len(failed)} of "
+        f"{len(growing)} trainings. With QK-clip, {len(rescued)} of {len(clipped)} trainings reach step {steps:,} with "
+        "a finite loss."
     )
     if warned:
         text += (
