@@ -190,7 +190,7 @@ class AttentionCall:
 
     @property
     def grid(self) -> Grid:
-        """Sizes of the scores, and positions of queries and keys."""
+        """Sizes of the score tensor, `(batch, heads, queries, keys)`, and positions of queries and keys."""
         if self.is_aligned or "query_positions" in self.options:
             return self.problem.grid
         (batch, heads, queries, _), keys = self.q.shape, self.k.shape[2]

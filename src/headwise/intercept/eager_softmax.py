@@ -443,7 +443,7 @@ class _ProductCall(AttentionCall):
 
     @cached_property
     def grid(self) -> Grid:
-        """Sizes of the scores."""
+        """Sizes of the score tensor, `(batch, heads, queries, keys)`, and the device of the weights."""
         keys = prod(self._product.tensor.shape[axis] for axis in self._product.key_axes)
         return Grid(*self._layout.sizes, keys, self._product.tensor.device)
 

@@ -260,9 +260,9 @@ def without_compiled_code() -> Iterator[None]:
 
 
 def _replacements() -> Iterator[Replacement]:
-    """Yield a replacement of the method by which `transformers` looks up an attention function, if the library is
-    loaded. The replacement returns attention functions that can be intercepted. They compute the same as before outside
-    of intercepted models and of modules with a `ModuleAttention`.
+    """If `transformers` is loaded, yield a patch of the method by which it looks up attention functions, so that these
+    can be intercepted. Attention is computed as before, except in intercepted models and in modules whose attention a
+    `ModuleAttention` object of headwise computes.
     """
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
