@@ -129,7 +129,9 @@ class CallHandlers:
 
     @property
     def _has_check(self) -> bool:
-        """True if at least one observation has a check."""
+        """True if at least one observation has a check (function that compares the output with the product of weights
+        and values).
+        """
         return any(observation.check is not None for observation in self.observations)
 
     @property

@@ -197,13 +197,15 @@ class OfParts(Mask):
     @property
     def depends_on_distance_only(self) -> bool:  # type: ignore[override]
         """True if all parts (the masks that this mask combines) depend on the difference of query and key position
-        alone."""
+        alone.
+        """
         return all(part.depends_on_distance_only for part in self.parts)
 
     @property
     def is_constant(self) -> bool:  # type: ignore[override]
         """True if all parts (the masks that this mask combines) are made of numbers alone, not of tensors or
-        functions."""
+        functions.
+        """
         return all(part.is_constant for part in self.parts)
 
     @property
@@ -244,7 +246,8 @@ class Combined(OfParts):
     @abstractmethod
     def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
         """Return True where the mask allows a query-key pair, given the results of its parts (the masks that it
-        combines) for the same pairs."""
+        combines) for the same pairs.
+        """
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         return self.combined(*[part.allows(grid, b, h, i, j) for part in self.parts])
@@ -348,7 +351,8 @@ class PerHead(OfParts):
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return the coverage of a block of the score matrix (EMPTY, PARTIAL or FULL: no, some or all pairs are
-        allowed) if it is the same for all heads, otherwise PARTIAL."""
+        allowed) if it is the same for all heads, otherwise PARTIAL.
+        """
         coverages = {mask.coverage(grid, rows, columns) for mask in dict.fromkeys(self.parts)}
         return coverages.pop() if len(coverages) == 1 else Coverage.PARTIAL
 

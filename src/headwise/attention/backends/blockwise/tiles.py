@@ -291,7 +291,8 @@ class Tile(NamedTuple):
     ) -> None:
         """Copy `rows` to the query rows of the tile in `target`. `rows` are stacked for matrix products: the first axis
         has one index for each pair of a sequence and a key/value head, the second the rows of all query heads that
-        share it."""
+        share it.
+        """
         target[self.row_slices] = self.by_head(rows)
 
     def select_keys(
