@@ -831,8 +831,8 @@ def passages_of(
     models: Sequence[tuple[Sequence[View], str]], statistics: Sequence[page.PageStatistic]
 ) -> tuple[page.Passage, ...]:
     """Return the texts of a page, with the attention of every head of each model on them. For each model, `models` has
-    its views, and the name (source) under which the page lists the statistics of these views. Only these statistics get
-    a value for each text; those from other sources are NaN.
+    one `View` per text (the attention of its heads on the text) and a source, a name. For each text, a model's heads
+    get values only for those `statistics` that have the model's source; others are NaN.
     """
     passages = []
     for views in zip(*(views for views, _ in models), strict=True):

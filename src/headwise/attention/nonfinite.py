@@ -110,7 +110,7 @@ def _visible_to_rows(
 def _combine(
     result: Float[Tensor, "*axes"], clean: Float[Tensor, "*axes"], visible: Bool[Tensor, "..."]
 ) -> Float[Tensor, "*axes"]:
-    """Return `result` where `visible` is True. Elsewhere return `clean`, which was computed with zeros in place of NaN
-    and infinity. The gradient is that of `clean` everywhere.
+    """Return `result` where `visible`, which broadcasts, is True. Elsewhere return `clean`, which was computed with
+    zeros in place of NaN and infinity. The gradient is that of `clean` everywhere.
     """
     return clean + torch.where(visible, (result - clean).detach(), 0.0)

@@ -344,8 +344,8 @@ class Rotary:
         query_positions: QueryPositions,
         key_positions: KeyPositions,
     ) -> tuple[Queries, Float[Tensor, "batch kv_heads keys key_dim"]]:
-        """Return queries and keys rotated by their positions, as by `rotate`. If both have the same positions, the
-        angles are computed only once.
+        """Return queries and keys, each rotated by its positions. If both have the same positions, the angles are
+        computed only once.
         """
         if self._is_kept and suits_native(q, query_positions) and suits_native(k, key_positions):
             self._check_input(q, query_positions)

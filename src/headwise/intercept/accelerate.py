@@ -98,7 +98,7 @@ class Acceleration:
         compiled_modules.depths.pop(self.number, None)
 
     def on_start(self, path: str) -> None:
-        """Record that the module at `path` ran."""
+        """Record that the module at `path` of the accelerated model ran."""
         self._ran.add(path)
 
     def record(self, path: str, reason: str | None) -> None:
@@ -253,7 +253,9 @@ class AcceleratedHooks(UncopiedHooks):
         yield module.register_forward_hook(self.on_end, always_call=True)
 
     def on_start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook: mark the module as running. While torch compiles it, count it for `compiled_sdpa`."""
+        """Forward pre-hook: mark the module as running. While torch compiles it, count it for compiled attention
+        calls.
+        """
         if torch.compiler.is_dynamo_compiling():
             if not self.is_copy:
                 compiled_modules.start(self._recorder.number, self._is_model)

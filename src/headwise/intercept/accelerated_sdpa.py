@@ -66,7 +66,7 @@ class CallRecorder(Protocol):
     patches: Patches
 
     def on_start(self, path: str) -> None:
-        """Record that the module at `path` ran."""
+        """Record that the module at `path` of the accelerated model ran."""
 
     def record(self, path: str, reason: str | None) -> None:
         """Count one attention call of the module at `path`. If `reason` is None, the native kernels computed the call;
@@ -113,15 +113,16 @@ class AcceleratedModules(threading.local):
         return bool(self.running)
 
     def discard_ended(self) -> None:
-        """Remove from `running` each module whose acceleration has ended while the module ran. It may have ended in
-        another thread, or by an exception such as KeyboardInterrupt, after which torch calls no forward hooks.
+        """Remove from `running` (the stack of running modules) each module whose acceleration has ended while the
+        module ran. It may have ended in another thread, or by an exception such as KeyboardInterrupt, after which torch
+        calls no forward hooks.
         """
         self.running = [module for module in self.running if module.recorder.is_active]
 
     def start(self, recorder: CallRecorder, path: str, module: nn.Module) -> None:
-        """Push a module that starts onto the stack. In a backward pass, push it only while activation checkpointing
-        repeats a part of the forward pass that was accelerated. Otherwise forward pass and repetition would save
-        different tensors for the gradient.
+        """Push a module whose call starts onto the stack of running modules. In a backward pass, push it only while
+        activation checkpointing repeats a part of the forward pass that was accelerated. Otherwise forward pass and
+        repetition would save different tensors for the gradient.
         """
         is_backward = torch._C._current_graph_task_id() != -1
         if is_backward and not (self.is_repeating and self.running):
@@ -131,8 +132,8 @@ class AcceleratedModules(threading.local):
         recorder.on_start(path)
 
     def end(self, recorder: CallRecorder, module: nn.Module) -> None:
-        """Remove a module that has ended from the stack, with all modules above it, which an exception may have left
-        there.
+        """Remove a module whose call has ended from the stack of running modules, with all modules above it, which an
+        exception may have left there.
         """
         for index, each in enumerate(self.running):
             if each.module is module and each.recorder is recorder:
@@ -369,8 +370,8 @@ def why_not(call: SDPACall) -> str | None:
 
 
 def why_not_supported(call: SDPACall) -> str | None:
-    """Return the reason why torch must compute a call, or None, as `why_not` does, but without its cache. A compiler
-    reads this function.
+    """Return the reason why torch must compute an SDPA call; None if the native kernels support the call and are
+    expected to be faster. This function has no cache, so that a compiler can read it.
     """
     if not _has_usual_sizes(call):
         return SIZES

@@ -136,8 +136,8 @@ class HeldCall(AttentionSource):
 
     @staticmethod
     def of(call: AttentionCall, out: Tensor, *, shares_heads: bool) -> "HeldCall":
-        """Return a call in the running modules that has computed the output `out`. Its tensors get one dtype now, since
-        autocast may have ended when it is reported.
+        """Return a `HeldCall` for a call that has computed the output `out` in the modules that run now. Queries, keys
+        and values get one dtype now, since autocast may have ended when the call is reported.
         """
         session, values = current_session(), call.v
         tensors = widest_dtype_under_autocast(call.q, call.k, call.v)
@@ -163,11 +163,14 @@ class HeldCall(AttentionSource):
 
     @property
     def weights_id(self) -> object:
-        """This object, since each call computes its own weights."""
+        """This object as the identity of the attention weights, since each call computes weights of its own."""
         return self
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
-        """Report the attention call to the interceptors, of which `layout` states which axes are the heads."""
+        """Report the attention call to the interceptors (objects that observe or change attention). `layout` states
+        which axes of the output are the heads. Return the functions by which the interceptors observe or change the
+        call.
+        """
         return handlers_of_call(self.with_heads(layout))
 
     def with_heads(self, layout: HeadLayout) -> AttentionCall:

@@ -96,8 +96,8 @@ class PackedSequences:
         return packed[self.index.to(packed.device)]
 
     def token_ids(self, ids: Int[Tensor, "batch length"] | None) -> Int[Tensor, "sequences longest"] | None:
-        """Return the token ids of the sequences. `ids` are those that the model received. Return None unless there is
-        one for each packed token.
+        """Return the token ids of the packed sequences as a padded batch, given `ids`, those that the model received.
+        Return None unless `ids` has one for each packed token.
         """
         if ids is None or ids.numel() != self.total:
             return None
@@ -190,7 +190,7 @@ class AttentionCall:
 
     @property
     def grid(self) -> Grid:
-        """Sizes of the scores, and positions of queries and keys."""
+        """Sizes of the score tensor, `(batch, heads, queries, keys)`, and positions of queries and keys."""
         if self.is_aligned or "query_positions" in self.options:
             return self.problem.grid
         (batch, heads, queries, _), keys = self.q.shape, self.k.shape[2]
@@ -208,7 +208,7 @@ class AttentionCall:
 
     @property
     def value_dim(self) -> int:
-        """Number of features of a value."""
+        """Number of features of a value vector."""
         return self.v.shape[3]
 
     @property
@@ -225,7 +225,9 @@ class AttentionCall:
 
     @cached_property
     def problem(self) -> Problem:
-        """The call as a `Problem`. It has gradients only if headwise may compute the output."""
+        """The call as a `Problem` (tensors and options, in the form that headwise's backends read). It has gradients
+        only if headwise may compute the output.
+        """
         tensors, options = widest_dtype_under_autocast(self.q, self.k, self.v), dict(self.options)
         if not self.is_replaceable:
             tensors = tuple(tensor.detach() for tensor in tensors)
@@ -244,7 +246,9 @@ class AttentionCall:
         return Problem.checked(q, k, v, **options | {"mask": both(rule, visible), "bias": bias})
 
     def stated_problem(self) -> Problem | None:
-        """Return the call as a `Problem` for interceptors that change its output; None if it is no `Problem`."""
+        """Return the call as a `Problem` (tensors and options) for interceptors that change its output. Return None if
+        a `Problem` cannot state the call.
+        """
         return self.problem
 
     def received(self) -> ReceivedMask:
@@ -258,7 +262,7 @@ class AttentionCall:
         return None
 
     def uniform_output(self) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return what each head would output if every query attended with equal weights to all keys that it may see."""
+        """Return the output of each head if every query attended with equal weights to all keys that it may see."""
         return fill_hidden_rows_as_torch(uniform_output(self.problem), self.problem.v, self.mask)
 
 

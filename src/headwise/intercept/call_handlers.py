@@ -129,7 +129,9 @@ class CallHandlers:
 
     @property
     def _has_check(self) -> bool:
-        """True if at least one observation has a check."""
+        """True if at least one observation has a check (function that compares the output with the product of weights
+        and values).
+        """
         return any(observation.check is not None for observation in self.observations)
 
     @property
@@ -158,9 +160,10 @@ class CallHandlers:
 
 
 def handlers_of_call(call: AttentionCall) -> CallHandlers:
-    """Report one attention call to the interceptors (objects that observe or change attention) of the models whose
-    modules are running, or were when the call happened. Return the functions by which the interceptors observe or
-    change the call. Within a context `exclusive_to`, report the call only to the interceptor that this context selects.
+    """Report one attention call to the interceptors (objects that observe or change attention) of a set of models.
+    These are the models whose modules are running now or, for a call that is reported later, were running when it
+    happened. Return the functions by which the interceptors observe or change the call. Within a context
+    `exclusive_to`, report only to the interceptor that it selects.
     """
     session, grid, origins, step, packed = current_session(), call.grid, call.origins, call.step, call.packed
     module_calls = session.module_calls if call.module_calls is None else call.module_calls

@@ -82,7 +82,9 @@ def _is_for_kernels(call: SDPACall) -> bool:
 
 @cache
 def register_operator() -> torch.library.Library:
-    """Register the operator for calls with a mask. It exists as long as the library that is returned."""
+    """Register the torch operator that computes attention calls with a mask in compiled code. The operator exists as
+    long as the returned library.
+    """
     operators = torch.library.Library("headwise", "FRAGMENT")  # type: ignore[no-untyped-call]
     schema = "sdpa_with_mask(Tensor q, Tensor k, Tensor v, Tensor mask, float? scale, bool enable_gqa) -> Tensor"
     operators.define(schema)  # type: ignore[no-untyped-call]

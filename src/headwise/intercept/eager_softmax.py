@@ -338,7 +338,10 @@ class _Product(AttentionSource):
         return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, *sources, *places)
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
-        """Report the attention call to the interceptors, of which `layout` states which axes are the heads."""
+        """Report the attention call to the interceptors (objects that observe or change attention). `layout` states
+        which axes of the output are the heads. Return the functions by which the interceptors observe or change the
+        call.
+        """
         return handlers_of_call(_ProductCall(self, layout))
 
     def origins_in_order(self, layout: HeadLayout) -> CallOrigins:
@@ -443,7 +446,7 @@ class _ProductCall(AttentionCall):
 
     @cached_property
     def grid(self) -> Grid:
-        """Sizes of the scores."""
+        """Sizes of the score tensor, `(batch, heads, queries, keys)`, and the device of the weights."""
         keys = prod(self._product.tensor.shape[axis] for axis in self._product.key_axes)
         return Grid(*self._layout.sizes, keys, self._product.tensor.device)
 
@@ -454,7 +457,7 @@ class _ProductCall(AttentionCall):
 
     @property
     def value_dim(self) -> int:
-        """Number of features of a value."""
+        """Number of features of a value vector."""
         return self._product.shape[self._product.axes.value]
 
     @property
@@ -463,7 +466,7 @@ class _ProductCall(AttentionCall):
         return self._product.values_of_keys(self._layout, FINGERPRINT_WIDTH)
 
     def stated_problem(self) -> None:
-        """Return None, since queries and keys are unknown."""
+        """Return None: a `Problem` cannot state the call, since queries and keys are unknown."""
 
     def _by_head(self, tensor: Tensor) -> Tensor:
         """Return a tensor with the axes of the weights, rearranged to `(batch, heads, queries, keys)`."""
@@ -503,7 +506,7 @@ class _ProductCall(AttentionCall):
         return KnownWeights(weights, None, None, lambda: (scores, None))
 
     def uniform_output(self) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return what each head would output if every query attended with equal weights to all keys that it may see."""
+        """Return the output of each head if every query attended with equal weights to all keys that it may see."""
         product, weights = self._product, self._product.weights
         zeroed, scores, key = weights.zeroed, weights.scores(), product.key_axes[0]
         uniform = uniform_weights(

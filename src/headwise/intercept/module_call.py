@@ -97,8 +97,8 @@ def innermost_calls(module_calls: Iterable[ModuleCall]) -> Iterable[ModuleCall]:
 
 
 def report_unreadable(module_calls: Sequence[ModuleCall], reason: str) -> None:
-    """Tell each interceptor (object that observes or changes attention) that the attention in its innermost running
-    module is not reported, and the reason. Later calls of the model are traced, too.
+    """Report to each interceptor (object that observes or changes attention) that the attention in its innermost
+    running module cannot be read, with the reason. Later calls of the model are traced, too.
     """
     must_trace(module_calls)
     for module_call in module_calls:
@@ -108,13 +108,17 @@ def report_unreadable(module_calls: Sequence[ModuleCall], reason: str) -> None:
 
 
 def report_empty(module_calls: Iterable[ModuleCall]) -> None:
-    """Tell each interceptor that attention in its innermost running module has no elements, as for an empty batch."""
+    """Report to each interceptor (object that observes or changes attention) that attention in its innermost running
+    module has no elements, as for an empty batch.
+    """
     for innermost in innermost_calls(module_calls):
         innermost.interceptor.on_empty(innermost.path)
 
 
 def must_trace(module_calls: Sequence[ModuleCall]) -> None:
-    """Record that no plan can be made of the running call of the model, so that later calls are traced as well."""
+    """Record that no plan (record of a run that later runs reuse, instead of being traced) can be made of the running
+    call of the model.
+    """
     if module_calls and module_calls[0].recording is not None:
         module_calls[0].recording.fail()
 

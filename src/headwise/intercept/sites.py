@@ -118,8 +118,8 @@ class SiteRecord:
         }
 
     def are_without_rows(self) -> list[bool]:
-        """Return for each head if none of its queries, in all observed sequences, attends to a key; an empty list if no
-        statistic shows this.
+        """Return for each head whether none of its queries, in all observed sequences, attends to a key. The number of
+        rows with an entropy shows this. Return an empty list if the entropy was not measured or was left out.
         """
         tallies = [call.tally for call in (*self._finished, *self._latest.values())]
         counts = [tally.counts()["entropy"].sum(0) for tally in tallies if "entropy" in tally.mean_names]

@@ -243,9 +243,8 @@ class HeadComparison(SiteRegistry):
 
 
 def _squared_rounding(out: Tensor, keys: int) -> float:
-    """Return the square of the relative difference up to which two head outputs count as equal. This difference bounds
-    the rounding error if both outputs are averages of the same value vector over `keys` keys, with different attention
-    weights.
+    """If all keys have the same value vector, two heads have equal outputs up to rounding, whatever their attention
+    weights. Return the square of a bound on this relative rounding error, for outputs that are sums over `keys` keys.
 
     Values, weights and outputs are rounded to the dtype of the outputs. Sums over keys are rounded at each key, in
     float32 or better. The roundings are independent, so their squares add up (Higham and Mary 2019).

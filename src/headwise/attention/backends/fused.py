@@ -88,8 +88,8 @@ def run(problem: Problem) -> Answer:
 
 def finished(problem: Problem, out: Float[Tensor, "batch heads queries width"], lse: Tensor | None) -> Answer:
     """Return the result of an attention problem, given the output and the log-sum-exp of a kernel. If the log-sum-exp
-    is passed, attention sinks are included in both. Padded features of the output are removed, and it is cast to the
-    dtype of q.
+    is passed, attention sinks are included in it and in the output. Padded features of the output are removed, and it
+    is cast to the dtype of q.
     """
     if problem.sinks is not None and lse is not None:
         out, lse = reference.with_sinks(out, lse, problem.sinks)

@@ -86,9 +86,9 @@ class StatisticsCall(NamedTuple):
 
 
 def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the output, the log-sum-exp, and for each query row the numbers that `ROWS` names. Then return two numbers
-    for each key: the sum of the weights on it, in units of `RECEIVED_UNIT`, and the number of rows that may attend to
-    it. The numbers of keys include only the rows where `counted` is True.
+    """Return the output, the log-sum-exp, and the statistics of each query row that `ROWS` names, such as the entropy.
+    Then return two numbers for each key: the sum of the weights on it, in units of `RECEIVED_UNIT`, and the number of
+    rows that may attend to it. Both numbers include only rows where `counted` is True.
     """
     call = StatisticsCall(*arguments)
     batch, heads, queries, _ = call.q.shape
@@ -160,8 +160,8 @@ def _numbers(
     scores: Float[Tensor, "batch heads rows keys"],
     uncapped: Float[Tensor, "batch heads rows keys"],
 ) -> Float[Tensor, "numbers batch heads rows"]:
-    """Return the numbers that `ROWS` names for the query rows `part`, except the last three: two norms of the output,
-    and the number of visible keys.
+    """Return the statistics that `ROWS` names (such as the entropy) of the query rows `part`, except the last three:
+    two norms of the output, and the number of visible keys.
     """
     key = torch.arange(weights.shape[3], device=weights.device)
     position, first_key = (each[:, None, part, None].long() for each in (call.positions, call.first_key))

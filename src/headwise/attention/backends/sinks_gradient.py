@@ -62,8 +62,9 @@ class SinksGradient(OnlyFirstDerivative):
     def forward(
         deltas: PerRow, lse_gradient: PerRow | None, lse: PerRow, shifts: PerRow, inverse_sums: PerRow, sinks: PerHead
     ) -> PerHead:
-        """Return the gradient of the loss with respect to the sink logits, one number per head. It is a sum over
-        sequences and query rows: the weight of the sink in the row, times `lse_gradient` minus `deltas`.
+        """Return the gradient of the loss with respect to the sink logits, one number per head: the sum over sequences
+        and query rows of `weight * (lse_gradient - deltas)`. `weight` is the sink's weight in the row; `deltas` are the
+        dot products of each row's head output and its gradient.
 
         Args:
             deltas: for each query row, the dot product of the head output and the gradient of the loss with respect to

@@ -196,12 +196,16 @@ class OfParts(Mask):
 
     @property
     def depends_on_distance_only(self) -> bool:  # type: ignore[override]
-        """True if all parts depend on the difference of query and key position alone."""
+        """True if all parts (the masks that this mask combines) depend on the difference of query and key position
+        alone.
+        """
         return all(part.depends_on_distance_only for part in self.parts)
 
     @property
     def is_constant(self) -> bool:  # type: ignore[override]
-        """True if all parts are made of numbers alone, not of tensors or functions."""
+        """True if all parts (the masks that this mask combines) are made of numbers alone, not of tensors or
+        functions.
+        """
         return all(part.is_constant for part in self.parts)
 
     @property
@@ -209,8 +213,8 @@ class OfParts(Mask):
         return sum(part.stored_values for part in self.parts)
 
     def natural_grid(self) -> Grid:
-        """Return a `Grid` with the largest sizes that the parts prescribe for the scores. Its device is the first
-        device of a part that is not the CPU; otherwise the CPU.
+        """Return a `Grid` with the largest score sizes that the parts, the masks that this mask combines, prescribe.
+        Its device is the first device of a part that is not the CPU; otherwise the CPU.
         """
         grids = [part.natural_grid() for part in self.parts]
         batch, heads, queries, keys = (
@@ -220,7 +224,7 @@ class OfParts(Mask):
         return Grid(batch, heads, queries, keys, device)
 
     def with_parts(self, change: Callable[[Mask], Mask]) -> Mask:
-        """Return a mask of the same class in which each part is replaced by `change(part)`."""
+        """Return a mask of the same class, in which each part (mask that it combines) is replaced by `change(part)`."""
         return type(self)(tuple(map(change, self.parts)))
 
     def check(self, grid: Grid) -> None:
@@ -241,7 +245,9 @@ class Combined(OfParts):
 
     @abstractmethod
     def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
-        """Return True where the mask allows a query-key pair, given the results of its parts for the same pairs."""
+        """Return True where the mask allows a query-key pair, given the results of its parts (the masks that it
+        combines) for the same pairs.
+        """
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:
         return self.combined(*[part.allows(grid, b, h, i, j) for part in self.parts])
@@ -344,13 +350,15 @@ class PerHead(OfParts):
         return [stack_heads([ranges[number] for ranges in padded]) for number in range(count)]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return the coverage of a block (EMPTY, PARTIAL or FULL) if all heads have the same one, otherwise PARTIAL."""
+        """Return the coverage of a block of the score matrix (EMPTY, PARTIAL or FULL: no, some or all pairs are
+        allowed) if it is the same for all heads, otherwise PARTIAL.
+        """
         coverages = {mask.coverage(grid, rows, columns) for mask in dict.fromkeys(self.parts)}
         return coverages.pop() if len(coverages) == 1 else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless the mask has one part for each head of the scores that `grid` describes, and each
-        part fits these scores.
+        """Raise `InputError` unless the mask has one part (the mask of one head) for each head of the scores that
+        `grid` describes, and each part fits these scores.
         """
         if len(self.parts) != grid.heads:
             raise InputError("per_head(masks)", expected=f"one for each of {grid.heads} heads", got=len(self.parts))

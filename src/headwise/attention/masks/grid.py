@@ -161,8 +161,8 @@ def query_positions(grid: Grid) -> Edges:
 
 
 def end_of_positions(grid: Grid) -> int:
-    """Return a number above the positions of all keys: the number of keys, if key j is at position j; otherwise
-    `MAX_DISTANCE`.
+    """Return a number above the positions of all keys: the number of keys, if each key's position equals its index;
+    otherwise `MAX_DISTANCE`.
     """
     return grid.keys if grid.key_positions is None else MAX_DISTANCE
 

@@ -202,8 +202,8 @@ def _constant_matrix(masks: tuple[Mask, ...], grid: Grid) -> Matrix:
 
 
 def _visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
-    """Return the result of `visible_keys` without its cache: the ranges of a mask, and the masks that cannot be stated
-    as ranges.
+    """Split a mask into ranges of keys for each query, and further masks that cannot be stated as ranges. The result, a
+    `VisibleKeys`, is computed without a cache.
     """
     runs = None if grid.key_positions is None else _ascending_runs(grid.key_positions)
     if grid.key_positions is not None and (runs is None or not _requires_positions(mask)):
@@ -276,8 +276,9 @@ def _ascending_runs(positions: Int[Tensor, "batch keys"]) -> list[Int[Tensor, "b
 
 
 def _keys_at(positions: Range, run: Int[Tensor, "batch keys"]) -> Range:
-    """Return the range of those keys of a run whose positions are in the range `positions`. The tensor `run` is a
-    result of `_ascending_runs`: the ascending positions of the keys.
+    """Return the range of those keys of a run (adjacent keys with ascending positions) whose positions are in the range
+    `positions`. The tensor `run` has the position of each key; it is negative for keys before the run, and
+    `MAX_DISTANCE` for keys after it.
     """
     start, stop = torch.broadcast_tensors(*positions)  # type: ignore[no-untyped-call]
     batch = max(len(start), len(run))

@@ -109,7 +109,7 @@ class Band(ByPosition):
 
     @property
     def skips_positions(self) -> bool:  # type: ignore[override]
-        """True with a dilation above 1: a query then skips positions within its window."""
+        """True if the window has a dilation above 1: a query then skips positions within its window."""
         return self.dilation != 1
 
     def allows_positions(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
@@ -251,11 +251,15 @@ class Padding(Mask):
 
     @cached_property
     def _copies(self) -> DeviceCopies:
-        """Copies of the lengths on the devices where the mask has been used."""
+        """Copies of `lengths`, the numbers of real keys of the sequences, on the devices where the mask has been
+        used.
+        """
         return DeviceCopies(self.lengths)
 
     def lengths_on(self, device: torch.device) -> Int[Tensor, " batch"]:
-        """Return the lengths of the sequences on `device`. A copy on another device is made only once."""
+        """Return `lengths`, the numbers of real keys of the sequences, on `device`. A copy on another device is made
+        only once.
+        """
         return self._copies.on(device) if has_values(self.lengths) else self.lengths.to(device)
 
     def allows(self, grid: Grid, b: Index, h: Index, i: Index, j: Index) -> Bool[Tensor, "..."]:

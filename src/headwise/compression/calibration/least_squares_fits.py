@@ -119,8 +119,8 @@ class OutputMoments:
     def error(
         self, weight: Float[Tensor, "out kept"], bias: Float[Tensor, " out"], kept: Int[Tensor, " kept"]
     ) -> float:
-        """Return the sum over tokens of the squared error `|y - W x - b|^2` of a projection with weight W and bias b.
-        Its input x consists of the columns `kept`.
+        """Return the sum over tokens of the squared error `|y - W x - b|^2` of a projection with weight W and bias b. y
+        is the target output of a token. The input x consists of the columns `kept`.
         """
         x, xx = self.x[kept], self.xx[kept][:, kept]
         about_bias = self.yy - 2 * bias @ self.y + self.mass * bias @ bias

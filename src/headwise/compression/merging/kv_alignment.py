@@ -78,8 +78,8 @@ class Freedom:
 
 
 def value_freedom(model: nn.Module, module: HeadModule) -> Freedom:
-    """Return the orthogonal matrices by which the values of a head can be multiplied without a change of the attention
-    module's output. The output projection undoes the multiplication.
+    """Return which orthogonal matrices may multiply the values of a head without a change of the attention module's
+    output, if the output projection is multiplied by their inverse. A `Freedom` describes such a set of matrices.
     """
     attention = model.get_submodule(module.path)
     is_gated = getattr(attention, "output_gate", None) == "element"

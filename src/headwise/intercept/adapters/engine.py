@@ -69,7 +69,9 @@ class Arguments:
         return name in self._values
 
     def ignore(self, *names: str) -> None:
-        """Count arguments as read that change neither attention weights nor head outputs."""
+        """Count arguments as read, although their values are not used: they change neither attention weights nor head
+        outputs.
+        """
         self._unread.difference_update(names)
 
     def require_read(self) -> None:
@@ -110,7 +112,9 @@ class Engine:
     read: Callable[[str, Arguments], AttentionCall]
 
     def is_module(self, name: str) -> bool:
-        """Return True if a loaded module with this name may define the functions."""
+        """Return True if a loaded module with this name may define the functions of this attention engine (a library
+        such as FlashAttention).
+        """
         return name in self.modules or name.rpartition(".")[2] in self.modules
 
 
@@ -129,7 +133,9 @@ def answered_by_engine(name: str, compute: Callable[[], Any], read: Callable[[],
 
 
 def finished(name: str, result: Any, read: Callable[[], AttentionCall]) -> Any:
-    """Return the `result` of an engine's function with the interceptors' changes, as `answered_by_engine` does."""
+    """Return the `result` of an attention engine's function (such as FlashAttention) with the interceptors' changes. If
+    the call cannot be read, report this, and return the result unchanged.
+    """
     session = current_session()
     out = result[0] if isinstance(result, tuple) else result
     if not isinstance(out, Tensor):
@@ -194,8 +200,8 @@ def alibi_bias(slopes: Float[Tensor, "..."], grid: Grid) -> Float[Tensor, "#batc
 
 
 def offsets(name: str, cumulative: Any, total: int) -> tuple[Lengths, Lengths]:
-    """Return the starts and the lengths of packed sequences, given their offsets `cumulative`, the argument `name`:
-    the index of each sequence's first token, followed by the end of the last one.
+    """Return the starts and the lengths of packed sequences. `cumulative` has the index of each sequence's first token,
+    followed by the end of the last sequence. `name` is the argument's name for error messages.
 
     Raises:
         UnreadableCall: the offsets do not rise from 0 to at most `total`, the number of tokens.
@@ -209,8 +215,8 @@ def offsets(name: str, cumulative: Any, total: int) -> tuple[Lengths, Lengths]:
 
 
 def places_in_pages(table: Int[Tensor, "sequences pages"], page_size: int, longest: int) -> Int[Tensor, "..."]:
-    """Return for each sequence the indices of its first `longest` keys among those of all pages. `table` has the pages
-    of each sequence.
+    """Return for each sequence the indices of its first `longest` keys, among the keys of all pages of a paged cache.
+    `table` has the pages of each sequence.
     """
     key = torch.arange(longest, device=table.device)
     return table.long()[:, key // page_size] * page_size + key % page_size
@@ -283,5 +289,5 @@ def packed_call(
 
 
 def _rank(places: PackedSequences) -> Int[Tensor, "sequences longest"]:
-    """Return the number of each token in its sequence; 0 at padding before the tokens."""
+    """Return the index of each token in its sequence, for a padded batch; 0 at padding before the tokens."""
     return (places.is_real.cumsum(1) - 1).clamp(min=0)

@@ -42,7 +42,9 @@ WITHOUT_EFFECT = (
 
 
 def read(name: str, arguments: Arguments) -> AttentionCall:
-    """Read a call of one of the functions; they differ in how queries, keys and values are passed."""
+    """Read a call of one of FlashAttention's functions as an `AttentionCall`. The functions differ in how queries, keys
+    and values are passed.
+    """
     arguments.ignore(*WITHOUT_EFFECT)
     mask, options = _mask(arguments), _options(arguments)
     slopes = arguments.take("alibi_slopes")
@@ -58,7 +60,9 @@ def read(name: str, arguments: Arguments) -> AttentionCall:
 
 
 def _mask(arguments: Arguments) -> Mask | None:
-    """Return the mask of causality and window; -1 or None stands for any number of keys."""
+    """Return the mask that a call's arguments for causality and window state. A window of -1 or None stands for any
+    number of keys.
+    """
     if not arguments.has("window_size"):
         raise UnreadableCall("of a version before 2.3, whose masks may be aligned with the first key,")
     window = arguments.take("window_size") or (-1, -1)
@@ -103,7 +107,7 @@ def _read_varlen(
     slopes: Tensor | None,
     options: dict[str, Any],
 ) -> AttentionCall:
-    """Read a call with packed sequences. Keys and values may be stored in pages."""
+    """Read a call of FlashAttention with packed sequences. Keys and values may be stored in pages."""
     q, k, v = tensors
     names = ("cu_seqlens", "cu_seqlens") if "qkvpacked" in name else ("cu_seqlens_q", "cu_seqlens_k")
     table = arguments.take("block_table")
@@ -128,8 +132,8 @@ def _read_varlen(
 
 
 def lengths_of(name: str, cumulative: Any, used: Tensor | None, tokens: Tensor) -> tuple[Lengths, Lengths]:
-    """Return start and length of each sequence among `tokens`. With the lengths `used`, only the first tokens of each
-    sequence count.
+    """Return start and length of each packed sequence among `tokens`. If the lengths `used` are passed, only so many
+    first tokens of each sequence count.
     """
     starts, lengths = offsets(name, cumulative, len(tokens))
     return starts, lengths if used is None else torch.minimum(used.long(), lengths)
@@ -150,7 +154,9 @@ def paged(
 def _read_cached(
     arguments: Arguments, mask: Mask | None, slopes: Tensor | None, options: dict[str, Any]
 ) -> AttentionCall:
-    """Read a call with a cache, after the function has written the new keys and values to it."""
+    """Read a call of FlashAttention with a key/value cache, after the function has written the new keys and values to
+    it.
+    """
     arguments.ignore("rotary_interleaved")  # without rotary_cos, which is refused, it has no effect
     q, k, v = (arguments.take(name) for name in ("q", "k_cache", "v_cache"))
     new, new_values = arguments.take("k"), arguments.take("v")
@@ -188,8 +194,8 @@ def _read_cached(
 
 
 def _with_cached(new: Tensor, cache: Tensor) -> Tensor:
-    """Return new keys or values after a cached one, `(batch, kv_heads, keys, features)`. They depend on the inputs of
-    both.
+    """Return one cached key or value followed by the new ones, `(batch, kv_heads, keys, features)`. The result depends
+    on the inputs of both.
     """
     return torch.cat([cache[:1, :1].expand(len(new), -1, -1, -1), new], 1).transpose(1, 2)
 

@@ -40,7 +40,7 @@ class FunctionPatches(Patches):
 
     def _replace(self, owner: FunctionType, name: str, function: Callable[..., Any]) -> None:
         """Exchange the code of the function `owner` for code that calls `function`, which is stored under `name` among
-        the globals of the owner's module. Store a function that restores both.
+        the globals of the owner's module. Store a function that undoes both steps.
         """
         before, code = owner.__code__, _code_with_parameters_of(owner.__code__, name)
         if "torch._dynamo" in sys.modules:
@@ -61,7 +61,9 @@ class FunctionPatches(Patches):
 
 
 def _replacements(engines: tuple[Engine, ...]) -> Iterator[Replacement]:
-    """Yield each function of `engines` that a loaded module defines, a name, and the function that intercepts it."""
+    """Yield the replacements for the functions of `engines` (attention libraries) that loaded modules define. Each has
+    the function, a name, and the function that intercepts it.
+    """
     seen: set[FunctionType] = set()
     for module_name, engine in _searched_modules(engines):
         for name in engine.functions:
@@ -72,8 +74,8 @@ def _replacements(engines: tuple[Engine, ...]) -> Iterator[Replacement]:
 
 
 def _searched_modules(engines: tuple[Engine, ...]) -> list[tuple[str, Engine]]:
-    """Return the names of the modules, loaded now or earlier, that may define functions of `engines`, each with its
-    engine. Thousands of modules are loaded, so each name is read once.
+    """Return the names of the modules, loaded now or earlier, that may define functions of `engines` (attention
+    libraries), each with its engine. Thousands of modules are loaded, so each name is read once.
     """
     known, found = _search_of(engines)
     for name in sys.modules.keys() - known:
@@ -84,14 +86,16 @@ def _searched_modules(engines: tuple[Engine, ...]) -> list[tuple[str, Engine]]:
 
 @cache
 def _search_of(engines: tuple[Engine, ...]) -> tuple[set[str], list[tuple[str, Engine]]]:
-    """Return what a search for `engines` has found so far, at first nothing: the names of modules that were read, and
-    those that may define functions, each with its engine.
+    """Return the results so far of a search for `engines` (attention libraries) among loaded modules: the names of
+    modules that were read, and those that may define functions, each with its engine. At first, both are empty.
     """
     return set(), []
 
 
 def _intercepting(function: FunctionType, name: str, engine: Engine) -> Callable[..., Any]:
-    """Return a function that calls `function` of an engine, and intercepts the call inside intercepted models."""
+    """Return a function that calls `function` of an attention engine (a library such as FlashAttention), and intercepts
+    the call inside intercepted models.
+    """
     original = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
@@ -160,8 +164,8 @@ def _code_with_parameters_of(code: CodeType, called: str) -> CodeType:
 
 
 def _begin() -> Callable[[], None] | None:
-    """Pause interception before the engine computes a call, and return a function that resumes it. Return None outside
-    of intercepted models.
+    """Pause interception before an attention engine (a library such as FlashAttention) computes a call, and return a
+    function that resumes it. Return None outside of intercepted models.
     """
     session = current_session()
     if not session.intercepts:

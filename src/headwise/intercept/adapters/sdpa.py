@@ -33,9 +33,9 @@ def intercepted_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any)
 def _reported_sdpa(
     previous: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute a call of SDPA inside an intercepted model, and return its output. If the call follows a plan, which
-    states that axis 1 is the heads, it is answered at once. Otherwise the output is followed, since later operations of
-    the model show which axis is the heads, and the call is answered then.
+    """Compute a call of torch's SDPA inside an intercepted model, and return its output. If a plan (the record of an
+    earlier run) states that axis 1 is the heads, the call is reported at once. Otherwise it is reported later:
+    operations of the model on the output show which axis is the heads.
     """
     session = current_session()
     if session.reports_unreadable(query):

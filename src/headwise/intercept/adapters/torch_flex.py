@@ -75,7 +75,9 @@ class FlexMask(Mask):
 
 
 def read(name: str, arguments: Arguments) -> AttentionCall:
-    """Read a call. A `mask_mod` becomes a mask; a `score_mod` is applied to the whole matrix of scores."""
+    """Read a call of FlexAttention as an `AttentionCall`. A `mask_mod` becomes a mask; a `score_mod` is applied to the
+    whole matrix of scores.
+    """
     arguments.ignore("enable_gqa", "return_lse", "return_aux", "kernel_options")
     q, k, v = (arguments.take(each) for each in ("query", "key", "value"))
     score_mod, scale, block_mask = (arguments.take(each) for each in ("score_mod", "scale", "block_mask"))
@@ -102,7 +104,7 @@ class ModifiedScores(AttentionCall):
 
     @cached_property
     def scores(self) -> Tensor:
-        """Changed scores of all queries and keys; -inf where a key is hidden."""
+        """Scores of all queries and keys, as changed by the call's `score_mod`; -inf where a key is hidden."""
         problem = self.problem
         q, k = (tensor.to(problem.score_dtype) for tensor in (problem.q, problem.k))
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -113,14 +115,14 @@ class ModifiedScores(AttentionCall):
 
     @cached_property
     def visible(self) -> Problem:
-        """A `Problem` with the same visible keys, whose scores are not changed."""
+        """A `Problem` with the visible keys of the call, whose scores are not changed by a `score_mod`."""
         return Problem.checked(self.problem.q, self.problem.k, self.problem.v, mask=self.scores != -torch.inf)
 
     def stated_problem(self) -> None:
-        """Return None: a `Problem` has no such scores."""
+        """Return None: a `Problem` cannot state scores that a `score_mod` has changed."""
 
     def received(self) -> ReceivedMask:
-        """Return the mask of the call. A key is also hidden if its changed score is -inf."""
+        """Return the mask of the call. A key is also hidden if its score, as changed by the `score_mod`, is -inf."""
         return ReceivedMask.of_problem(self.visible)
 
     def weights(self, out: Tensor) -> KnownWeights:
@@ -130,12 +132,13 @@ class ModifiedScores(AttentionCall):
         return KnownWeights(weights, out, self.problem.v.to(weights.dtype), lambda: (self.scores, None))
 
     def uniform_output(self) -> Tensor:
-        """Return what each head would output if every query attended with equal weights to all keys that it may see."""
+        """Return the output of each head if every query attended with equal weights to all keys that it may see."""
         return uniform_output(self.visible)
 
 
 def mask_of(block_mask: Any, q: Tensor, k: Tensor) -> FlexMask | None:
-    """Return the mask of a `BlockMask` for these queries and keys; None without.
+    """Return the mask that FlexAttention's `block_mask` states for these queries and keys; None if `block_mask` is
+    None.
 
     Raises:
         UnreadableCall: its function cannot be evaluated, or its blocks hide keys that the function does not hide.

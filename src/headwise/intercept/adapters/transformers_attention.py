@@ -112,7 +112,9 @@ class HFCall(AttentionCall):
 
     @cached_property
     def problem(self) -> Problem:
-        """The call as a `Problem`, if `require_readable` raises no error."""
+        """The call as a `Problem` (headwise's form of the tensors and options of a call), for an attention
+        implementation whose masks are tensors.
+        """
         self.require_readable()
         return super().problem
 
@@ -131,14 +133,14 @@ class HFCall(AttentionCall):
         return self._attention(*self._args, **{**self._kwargs, **changes})
 
     def compute(self) -> Answer:
-        """Call the function, and return its output."""
+        """Call the attention function of `transformers`, and return its output."""
         state = random_state(self.q.device) if self.has_weights else None
         out, *self.others = self.run()
         self._is_random = state is not None and not torch.equal(state, random_state(self.q.device))
         return Answer(out, None, None)
 
     def compute_without_dropout(self) -> Tensor:
-        """Call the function without dropout, and return its output."""
+        """Call the attention function of `transformers` without dropout, and return its output."""
         out: Tensor = self.run(dropout=0.0)[0]
         return out
 
@@ -218,8 +220,9 @@ module_attentions: dict[nn.Module, ModuleAttention] = {}
 
 @contextmanager
 def computing(model: nn.Module, attentions: Iterable[ModuleAttention]) -> Iterator[None]:
-    """Return a context in which each of `attentions` computes the attention of its module of `model`. Within the
-    context nothing runs as compiled by `torch.compile`, since compiled code would not call these objects.
+    """Return a context in which each of `attentions` computes the attention of its module of `model`, in place of the
+    function of `transformers`. Within the context nothing runs as compiled by `torch.compile`, since compiled code
+    would not call these objects.
 
     Raises:
         InputError: the attention of a module is computed so already, or the calling code is being compiled. Inside of
@@ -260,9 +263,9 @@ def without_compiled_code() -> Iterator[None]:
 
 
 def _replacements() -> Iterator[Replacement]:
-    """Yield a replacement of the method by which `transformers` looks up an attention function, if the library is
-    loaded. The replacement returns attention functions that can be intercepted. They compute the same as before outside
-    of intercepted models and of modules with a `ModuleAttention`.
+    """If `transformers` is loaded, yield a patch of the method by which it looks up attention functions, so that these
+    can be intercepted. Attention is computed as before, except in intercepted models and in modules whose attention a
+    `ModuleAttention` object of headwise computes.
     """
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
@@ -279,7 +282,7 @@ def _replacements() -> Iterator[Replacement]:
 @lru_cache(maxsize=16)
 def _interceptable(implementation: str, attention: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that computes the same as `attention`, an attention function of `transformers`. Its calls can
-    be intercepted, or computed by a `ModuleAttention`.
+    be intercepted, or computed by a `ModuleAttention` (object of headwise that computes a module's attention).
     """
 
     @wraps(attention)

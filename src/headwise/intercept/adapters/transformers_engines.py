@@ -25,7 +25,9 @@ Read = Callable[[nn.Module, Tensor, Tensor, Tensor, Any, dict[str, Any]], Attent
 
 
 def reader_of(attention: Callable[..., Any], implementation: str) -> Read | None:
-    """Return the function that reads calls of an attention function of `transformers`; None if there is none."""
+    """Return the function that reads calls of an attention function of `transformers` as an `AttentionCall`; None if
+    there is no such function.
+    """
     while isinstance(attention, partial):
         attention = attention.func
     name = getattr(attention, "__name__", "")
@@ -79,8 +81,8 @@ def _read_flash(
 
 
 def _supports(implementation: str, module: nn.Module, option: str) -> bool:
-    """Return True if the kernel of an implementation of FlashAttention has an option. Options that it has not are left
-    out by `transformers`.
+    """Return True if the kernel of an implementation of FlashAttention has an option. `transformers` leaves out options
+    that the kernel does not have.
 
     Raises:
         UnreadableCall: this is unknown.
@@ -116,7 +118,7 @@ def _cumulative(batch: int, options: dict[str, Any]) -> tuple[Tensor, Tensor] | 
 def _read_padded(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, window: Mask | None, scores: dict[str, Any], origin: tuple[Any, ...]
 ) -> AttentionCall:
-    """Read a call with a padding mask `(batch, keys)`."""
+    """Read a call of FlashAttention with a padding mask `(batch, keys)`."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UnreadableCall("with an attention_mask of another form than (batch, keys)")
     queries, keys = q.shape[2], mask.shape[1]
@@ -133,8 +135,8 @@ def _read_padded(
 
 
 def _last(real: Bool[Tensor, "batch keys"], window: Any) -> Bool[Tensor, "batch keys"]:
-    """Return True at the keys that a single query attends to, which has the position of the last key that is not
-    padding.
+    """Return True at the keys that a single query per sequence attends to. The query has the position of the last key
+    that is not padding.
     """
     width = getattr(window, "width", None)
     from_the_end = real.flip(1).cumsum(1).flip(1)

@@ -27,7 +27,7 @@ Rule = Callable[[Any], Mask | None]
 
 
 def _everything(bias: Any) -> Mask | None:
-    """Return None, since a mask hides no key of its sequence."""
+    """Return None, which stands for a mask that hides no key of the query's own sequence."""
     return None
 
 
@@ -37,12 +37,16 @@ def _causal(bias: Any) -> Mask | None:
 
 
 def _causal_window(bias: Any) -> Mask | None:
-    """Return the causal window of a mask with a window size, which counts the query's own key."""
+    """Return the causal window mask that a mask object of xformers states by its window size, which counts the query's
+    own key.
+    """
     return band(bias._window_size - 1, 0)
 
 
 def _window(bias: Any) -> Mask | None:
-    """Return the window of a mask with numbers of keys before and after the query's own."""
+    """Return the window mask that a mask object of xformers states by numbers of keys before and after the query's
+    own.
+    """
     return band(bias.window_left, bias.window_right)
 
 
@@ -74,8 +78,8 @@ BOTTOM_RIGHT: dict[str, Rule] = {
 
 
 def read(name: str, arguments: Arguments) -> AttentionCall:
-    """Read a call. Queries, keys and values are `(batch, length, heads, features)`. They may have two axes of heads. If
-    they have none, the heads may be in the axis of the batch.
+    """Read a call of xformers as an `AttentionCall`. Queries, keys and values are `(batch, length, heads, features)`.
+    They may have two axes of heads. If they have none, the heads may be in the axis of the batch.
     """
     if name == "memory_efficient_attention_partial":
         raise UnreadableCall("over a part of the keys")
@@ -102,7 +106,7 @@ def read(name: str, arguments: Arguments) -> AttentionCall:
 
 
 def _layout(q: Tensor) -> OutputLayout:
-    """Return the layout of the output, whose axes of heads are those of the queries."""
+    """Return the layout of the output of an xformers call, whose axes of heads are those of the queries."""
     return OutputLayout(
         OutputAxes(q.ndim - 1, (1,)),
         lambda out: out.flatten(2, -2).transpose(1, 2),
@@ -111,7 +115,9 @@ def _layout(q: Tensor) -> OutputLayout:
 
 
 def _added(bias: Any, kind: str, q: Tensor) -> Any:
-    """Return the tensor that is added to the scores, with one axis of heads; None without."""
+    """Return the tensor that a mask object of xformers adds to the scores, with one axis of heads; None if it adds
+    none.
+    """
     if kind == "LowerTriangularMaskWithTensorBias":
         bias = bias._subtensor
     elif kind or bias is None:
@@ -124,7 +130,9 @@ def _added(bias: Any, kind: str, q: Tensor) -> Any:
 def _read_blocks(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Mask | None, is_top_left: bool, options: dict[str, Any]
 ) -> AttentionCall:
-    """Read a call with packed sequences, `(1, tokens, heads, features)`. Keys and values may be stored in pages."""
+    """Read a call of xformers with packed sequences, `(1, tokens, heads, features)`. Keys and values may be stored in
+    pages.
+    """
     if len(q) != 1 or q.ndim not in (4, 5):
         raise UnreadableCall(f"with packed sequences of shape {tuple(q.shape)}")
     heads, pages = q.shape[2:-1], None
@@ -153,7 +161,7 @@ def _read_blocks(
 
 
 def _intervals(info: Any, device: torch.device) -> tuple[Lengths, Lengths]:
-    """Return start and length of each sequence, which an object of xformers states."""
+    """Return start and length of each packed sequence, which `info`, an object of xformers, states."""
     starts, stops = torch.tensor(list(info.intervals()), dtype=torch.int64, device=device).unbind(1)
     return starts, stops - starts
 

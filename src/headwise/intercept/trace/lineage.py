@@ -638,7 +638,9 @@ def may_be_cached(origins: CallOrigins, lineage: Lineage) -> bool:
 
 
 def _is_cross(query: Origin, key: Origin, value: Origin, lineage: Lineage) -> bool | None:
-    """Return what `is_cross_attention` does, and record nothing in `lineage`."""
+    """Return True for cross-attention, False for self-attention, None if the sources (tensors on which queries, keys
+    and values depend) do not determine the kind. Unlike `is_cross_attention`, record nothing in `lineage`.
+    """
     q, k, v = (lineage.content(origin) & ~lineage.mixed for origin in (query, key, value))
     if not q or not k:
         return None

@@ -107,10 +107,10 @@ class BlockwiseAttention(torch.autograd.Function):
     def forward(
         q: Queries, k: Keys, v: Values, bias: Bias | None, sinks: Float[Tensor, "heads 1"] | None, options: CallOptions
     ) -> tuple[Tensor | None, ...]:
-        """Return the output, the log-sum-exp of each query row (None with bfloat16 scores), the shifts and the sums. A
-        shift is the number that is subtracted from the scores of a row, before the scale is applied if scores are
-        bfloat16. A sum is the divisor of a row's softmax: the sum of 2^(shifted score) over the keys and the head's
-        sink logit, where scores are divided by ln 2. The backward pass needs both.
+        """Return the output, the log-sum-exp of each query row (None with bfloat16 scores), and two numbers of each row
+        for the backward pass. The shift is subtracted from the row's scores (before the scale is applied, if scores are
+        bfloat16). The sum is the divisor of the row's softmax: the sum of 2^(score / ln 2 - shift) over the keys and
+        the head's sink logit.
         """
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))

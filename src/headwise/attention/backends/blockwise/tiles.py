@@ -89,9 +89,9 @@ def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
     """Return a plan: the blocks of the score matrix that contain a visible key. Each block has `rows` query rows, by
-    default the number that `rows_of` returns, up to `most_rows`. Sequences are planned either together or separately,
-    and so are heads; the plan with the lowest cost is returned. The cost is the number of scores, plus `overhead` for
-    each block.
+    default the number that is expected to be fastest, up to `most_rows`. Sequences are planned either together or
+    separately, and so are heads; the plan with the lowest cost is returned. The cost is the number of scores, plus
+    `overhead` for each block.
     """
     separations = [(False, False)]
     if mask is not None and grid.uses_default_positions:
@@ -289,7 +289,10 @@ class Tile(NamedTuple):
     def write(
         self, target: Float[Tensor, "batch heads queries width"], rows: Float[Tensor, "kv stacked width"]
     ) -> None:
-        """Copy `rows`, stacked as `stack_rows` returns them, to the query rows of the tile in `target`."""
+        """Copy `rows` to the query rows of the tile in `target`. `rows` are stacked for matrix products: the first axis
+        has one index for each pair of a sequence and a key/value head, the second the rows of all query heads that
+        share it.
+        """
         target[self.row_slices] = self.by_head(rows)
 
     def select_keys(
@@ -310,16 +313,16 @@ class Tile(NamedTuple):
             offset += len(keys)
 
     def hide(self, scores: Stacked) -> None:
-        """Lower the scores of hidden keys in place to `score_of_hidden_key`. In a row without any visible key, lower
-        them to at most 0 instead.
+        """Lower the scores of hidden keys in place, to a very negative finite number. In a row without any visible key,
+        lower them to at most 0 instead.
         """
         for offset, bounds in self.ceilings:
             part = self.by_head(scores)[..., offset : offset + bounds.shape[-1]]
             torch.minimum(part, bounds, out=part)
 
     def by_head(self, stacked: Stacked) -> Float[Tensor, "batch heads rows columns"]:
-        """Return a view of a tensor that is stacked as by `stack_rows`, with separate axes for sequences, query heads
-        and rows.
+        """Return a view of a stacked tensor with separate axes for sequences, query heads and rows. In the stacked
+        tensor, the rows of all query heads that share a key/value head are joined to one axis.
         """
         return stacked.view(*self.shape, stacked.shape[-1])
 
@@ -401,8 +404,8 @@ class Pool:
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Stacked:
-        """Return the buffer called `name`, in the shape of a tile's scores for the stacked query rows `rows`. Its old
-        content is not cleared.
+        """Return the buffer called `name` (memory that tiles reuse), in the shape of a tile's scores for the stacked
+        query rows `rows`. Its old content is not cleared.
         """
         if name not in self._buffers:
             self._buffers[name] = self._allocate(name)

@@ -317,7 +317,9 @@ class RowSums(NamedTuple):
 
 @triton.jit
 def no_sums(block_rows: tl.constexpr) -> "RowSums":
-    """Return the `RowSums` before any key is read: largest scores of -inf, and sums of 0."""
+    """Return the initial `RowSums` (running sums of each query row), before any key is read: largest scores of -inf,
+    and sums of 0.
+    """
     top = tl.full([block_rows], HIDDEN, tl.float32)
     zeros = tl.zeros([block_rows], tl.float32)
     return RowSums(top, top, top, *(zeros, zeros, zeros, zeros, zeros, zeros, zeros), zeros, zeros, zeros, zeros)

@@ -204,8 +204,8 @@ def why_not_registered() -> str | None:
 
 
 def attend_statistics(*arguments: Any) -> tuple[Tensor, ...]:
-    """Compute attention and the statistics of its weights on a GPU. Arguments and results are those of
-    `plain_statistics.attend_statistics`, which defines the operator.
+    """Compute attention and the statistics of its weights on a GPU. This function implements torch's operator
+    `attend_statistics` for GPUs.
     """
     call = StatisticsCall(*arguments)
     problem = Problem.checked(

@@ -92,7 +92,7 @@ def cpuinfo() -> str:
 @cache
 def supported_instruction_sets() -> list[str]:
     """Return the names of the instruction sets that native kernels are compiled for and this processor supports, the
-    fastest first. The rules are those of `cpp/dispatch.cpp`.
+    fastest first. The C++ code in `cpp/dispatch.cpp` follows the same rules.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return ["portable"]

@@ -38,8 +38,9 @@ class Options(NamedTuple):
         return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias
 
     def with_dropout(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
-        """Return the result of the method `arguments`, followed by the arguments for dropout. The seed, and the first
-        row and column of the part, alone decide which weights are dropped.
+        """Return the arguments of a native attention operator that follow q, k and v, for one part (rectangle of the
+        score matrix), with those for dropout at the end. The seed, and the first row and column of the part, alone
+        decide which weights are dropped.
         """
         dropout = self.dropout, self.seed, part.rows.start, part.columns.start
         return *self.arguments(part, ranges, matrix), *dropout
