@@ -51,8 +51,8 @@ def arguments_of(batch: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class NumberedBatches:
-    """Data set of batches that are in memory, each a dictionary of the model's arguments. `documents` has, for each
-    sequence, the number of the document that the sequence is from.
+    """Data set of batches that are stored in memory; each batch is a dictionary of the model's arguments. `documents`
+    has, for each sequence, the number of the document that the sequence is from.
     """
 
     batches: Sequence[dict[str, Tensor]]

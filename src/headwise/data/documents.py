@@ -21,7 +21,9 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class Document(NamedTuple):
-    """Text of one document, and where it is stored ("line 3 of notes.jsonl"), for error messages."""
+    """Text of one document, with the place where the document is stored, such as "line 3 of notes.jsonl", for error
+    messages.
+    """
 
     text: str
     location: str

@@ -53,8 +53,8 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Location of a model's files: a local folder or a hub id. The methods load the model's configuration, tokenizer or
-    weights from there, or raise `InputError`.
+    """Location of a model's files: a local folder or a Hugging Face hub id. The methods load the model's configuration,
+    tokenizer or weights from this location, or raise `InputError`.
 
     Attributes:
         name: name by which the user called the model.

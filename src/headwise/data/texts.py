@@ -29,8 +29,8 @@ MOST_IDS = 2**32
 
 
 class _Sequence(NamedTuple):
-    """One sequence of token ids, including special tokens, and the number of the document that it is from. The number
-    is -1 if the sequence contains only separators between documents.
+    """One sequence of token ids, including special tokens, and the number of the document that the sequence is from.
+    The document number is -1 if the sequence contains only separators between documents.
     """
 
     ids: Int[Tensor, " tokens"]
@@ -49,8 +49,8 @@ def batches_of(sequences: Iterable[Int[Tensor, "_"]], size: int) -> Iterator[dic
 
 @dataclass(frozen=True)
 class Texts:
-    """A data set of documents that yields batches of tokens for a `transformers` model. It can be iterated any number
-    of times.
+    """A data set of documents that yields batches of tokens for a `transformers` model. You can iterate over it any
+    number of times.
 
     Iteration yields mappings with `input_ids` and `attention_mask` of shape `(batch, tokens)`. All sequences of a batch
     have the same length and need no padding; the longest come first.

@@ -20,7 +20,8 @@ from headwise.intercept.patches import SDPA, call_replaced
 
 
 class CompiledModules:
-    """Accelerated modules whose calls `torch.compile` is reading.
+    """Counter of the accelerated modules (their attention is computed by headwise's kernels) around the code that
+    `torch.compile` reads now.
 
     Attributes:
         depth: number of these modules around the code that is read now.

@@ -83,8 +83,8 @@ class LayerCall(NamedTuple):
 
 class ScoreParameters(NamedTuple):
     """Arguments of `attend` that change the scores of one layer call: scale, softcap, sink logits and talking-heads
-    matrices. The sink logits, and a scale that is a tensor, have one entry per score map (the scores of all queries and
-    keys). A head has one score map, or two in differential attention.
+    matrices. A score map is the scores of all queries and keys; a head has one, or two in differential attention. Sink
+    logits have one entry per score map, and so does a scale that is a tensor.
     """
 
     scale: float | Float[Tensor, " maps"]

@@ -37,7 +37,7 @@ every processor. Both switch the native kernel off. It is read by the first proj
 
 
 class LinearChoice(NamedTuple):
-    """Library that computes a linear projection (the engine), and the reason for this choice.
+    """Choice of the library (engine) that computes a linear projection, with the reason for this choice.
 
     Attributes:
         engine: "torch", "onednn" or "native".

@@ -43,8 +43,8 @@ from headwise.shapes import Bool, Float, Int
 
 
 class ProjectedContext(NamedTuple):
-    """Keys and values of a context in cross-attention, projected and split into heads. `project_context` computes them
-    once, and then many calls of the same layer can attend to them.
+    """Keys and values of the second sequence in cross-attention (the context), projected and split into heads.
+    `project_context` computes them once, and then many calls of the same layer can attend to them.
 
     Attributes:
         k: keys, normalised if the layer has a `qk_norm`.
@@ -57,8 +57,8 @@ class ProjectedContext(NamedTuple):
 
 class LayerInputs(NamedTuple):
     """Input tensors of one layer call, after they have been checked, all with a batch axis: `x` for the queries,
-    `context` for the keys, and `value_context` for the values. In self-attention all three are x. `context` may also be
-    a `ProjectedContext` with finished keys and values; `value_context` is None then.
+    `context` for the keys, and `value_context` for the values. In self-attention all three are `x`. `context` may also
+    be a `ProjectedContext`, which has the keys and values already; `value_context` is None then.
     """
 
     x: Float[Tensor, "batch queries embed"]

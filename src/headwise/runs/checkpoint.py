@@ -38,9 +38,9 @@ def storable(progress_type: type[ProgressT]) -> type[ProgressT]:
 
 class CheckpointedRun(Generic[ProgressT, TableT]):
     """Output folder of a run that can be stopped and resumed. During the run, the folder has one checkpoint file per
-    process. At the end, the result table replaces these files. `progress_type()` makes an empty partial result. The
-    JSON-compatible `settings` identify the run: only a run with equal settings is resumed. If `folder` is None, nothing
-    is written.
+    process. At the end, the result table replaces the checkpoint files. `progress_type()` makes an empty partial
+    result. A run is resumed only if its JSON-compatible `settings` are equal to those of the stopped run. If `folder`
+    is None, nothing is written.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ STORABLE.extend((moments.Moments, moments.ClusterSums))
 @storable
 @dataclass
 class PassProgress:
-    """Progress of one pass over the batches of a data set. It counts all batches so far, including those that other
+    """Progress of one pass over the batches of a data set. All batches so far are counted, including those that other
     processes work on.
 
     Attributes:
@@ -65,8 +65,8 @@ class PassProgress:
 @storable
 @dataclass
 class SiteProgress(PassProgress):
-    """Progress of one pass over a data set, and the partial results of this process: `records` has the statistics of
-    the heads of each attention module so far.
+    """Progress of one pass over a data set, and the results of this process so far: `records` has the statistics of the
+    heads of each attention module.
     """
 
     records: list[SiteRecord] = field(default_factory=list)
@@ -106,7 +106,7 @@ PassProgressT = TypeVar("PassProgressT", bound=PassProgress)
 
 
 class Pass(Generic[PassProgressT]):
-    """Pass of one process over its share of the batches of a data set. A stopped pass resumes after the last batch in
+    """One process's pass over its share of the batches of a data set. A stopped pass resumes after the last batch in
     its checkpoint. Of `n` processes, process `rank` works on batches rank, rank + n, rank + 2 n and so on.
 
     Attributes:

@@ -57,7 +57,9 @@ def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
 
 
 class LocalProcess(NamedTuple):
-    """Position of this process among those of torchrun: `is_first` for rank 0, and the rank on this machine."""
+    """Position of this process among the processes that torchrun started: `is_first` is True for rank 0, and
+    `local_rank` is the rank on this machine.
+    """
 
     is_first: bool
     local_rank: int

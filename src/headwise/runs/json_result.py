@@ -20,7 +20,7 @@ FORMAT = 1
 @dataclass(frozen=True)
 class JsonResult:
     """Base class of results that can be saved as JSON. Subclasses are frozen dataclasses. Their fields are numbers,
-    texts, mappings of these, dataclasses, named tuples, or tuples of all these.
+    texts, dataclasses or named tuples, or mappings or tuples of these.
 
     Attributes:
         ARGUMENT: name of the argument in errors.

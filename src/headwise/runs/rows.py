@@ -114,8 +114,8 @@ MOST_SHOWN = 4
 
 @dataclass(frozen=True, repr=False)
 class Row:
-    """Row of a result table. Its fields identify what was measured, such as a head or a head setting, and each
-    statistic has an estimate with mean, standard error and sample size.
+    """Row of a result table. Its fields identify what was measured, such as one head of a model, and each statistic has
+    an estimate with mean, standard error and sample size.
 
     A subclass adds the identifying fields; they become the first columns of the table.
 

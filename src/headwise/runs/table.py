@@ -38,7 +38,7 @@ HeadRowT = TypeVar("HeadRowT", bound=HeadRow)
 
 @dataclass(frozen=True)
 class Table(Generic[RowT]):
-    """Table of results: rows with the same statistics, and the settings of the run that measured them.
+    """Table of results of one run: rows with the same statistics, and the settings of the run.
 
     Attributes:
         rows: in the order of the model's layers, or in that of the units that were compared.

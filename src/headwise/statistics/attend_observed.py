@@ -20,9 +20,9 @@ from headwise.statistics.tally import Tally
 
 
 class WholeCall(NamedTuple):
-    """Description of an observer with only two effects: it adds each row block (some query rows of a call) to `tally`,
-    and passes the head outputs of all rows to `on_output`. For such an observer, kernels can compute the statistics of
-    a whole call without row blocks.
+    """Description of an observer (function that receives attention weights) with only two effects: it adds each row
+    block (some query rows of a call) to `tally`, and passes the head outputs of all rows to `on_output`. For such an
+    observer, kernels can compute the statistics of a whole call at once.
     """
 
     tally: Tally

@@ -48,8 +48,8 @@ def quantile_name(quantile: float) -> str:
 @dataclass(frozen=True)
 class DistanceStatistics(FurtherStatistics):
     """Statistics of how far a head attends: the smallest distances within which it has the shares `quantiles` of its
-    attention, and its shares within fixed distances. If `first` is above 0, they are also computed with the suffix
-    `_with_first`. Attention on the first `first` tokens of a sequence then counts as within any distance.
+    attention, and its shares within fixed distances. If `first` is above 0, a second version of each statistic has the
+    suffix `_with_first`. It counts attention on the first `first` tokens of a sequence as within any distance.
     """
 
     quantiles: tuple[float, ...]
@@ -75,9 +75,9 @@ class DistanceStatistics(FurtherStatistics):
 
 @dataclass
 class DistanceSums(FurtherSums):
-    """Sums of attention weights over query rows, by the distance between query and key. The `histogram` has two sums
-    for each distance 0, 1, 2, ...: of the weights on all keys, and of those on the first tokens only. Keys without a
-    position are left out.
+    """Sums of attention weights over query rows, by the distance between query and key. For each distance 0, 1, 2, ...,
+    the `histogram` has two sums: of the weights on all keys, and of the weights on the first tokens only. Keys without
+    a position are left out.
     """
 
     statistics: DistanceStatistics

@@ -55,8 +55,8 @@ LARGEST_DIFFERENCE = 1e-3
 @dataclass(frozen=True)
 class NormStatistics(FurtherStatistics):
     """Statistics of norm-weighted attention: each attention weight is multiplied by the norm of the key's value vector
-    after the output projection, and the products are divided by their sum over keys. For each statistic, the difference
-    from the same statistic of the attention weights is also included.
+    after the output projection, and the products are divided by their sum over keys. Each statistic also has a second
+    value: its difference from the same statistic of the attention weights.
     """
 
     measured: frozenset[str] | None = frozenset({"entropy", "output_norm"})

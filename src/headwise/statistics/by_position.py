@@ -31,9 +31,9 @@ ROUNDING = 16.0
 
 @dataclass(frozen=True)
 class PositionStatistics(FurtherStatistics):
-    """Statistics by query position: the mean of each statistic in bins of positions, and the slope of its values on the
-    logarithm of the position. `edges` has the first position of each bin, in ascending order, and the position after
-    the last bin.
+    """Statistics by query position: the mean of each statistic in bins of positions, and the slope of the statistic
+    against the logarithm of the position. `edges` has the first position of each bin, in ascending order, and the
+    position after the last bin.
     """
 
     edges: tuple[int, ...]
@@ -53,8 +53,8 @@ class PositionStatistics(FurtherStatistics):
 
 @dataclass
 class PositionSums(FurtherSums):
-    """Sums of each statistic over the query rows in each bin of query positions. Also the sums that a least-squares
-    line of the values against the logarithm of the position needs.
+    """Sums of each statistic over the query rows in each bin of query positions. Further sums are those that a
+    least-squares fit of the values against the logarithm of the position needs.
 
     Attributes:
         positions: position of each query in its sequence, from 0.

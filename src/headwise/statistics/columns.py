@@ -9,7 +9,8 @@ from headwise.statistics.registry import STATISTICS
 
 @dataclass(frozen=True)
 class Column:
-    """Description of one number that a result states for each of its rows, such as a statistic: name, meaning and unit.
+    """Description of one number that a result table has for each of its rows, such as a statistic: name, meaning and
+    unit.
 
     Attributes:
         name: name of the column.

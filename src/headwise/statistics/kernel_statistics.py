@@ -53,8 +53,8 @@ there are more sequences and heads.
 @dataclass(frozen=True, eq=False)
 class KernelInputs:
     """Tokens, positions and padding of an attention call in the form that the statistics kernels read. All layers of a
-    model share them. The fields up to `is_counted` are arguments of the kernels' operator; `StatisticsCall` describes
-    them.
+    model share one object. The fields up to `is_counted` are arguments of the kernels' operator; `StatisticsCall`
+    describes them.
 
     Attributes:
         has_value: True at the rows in which a statistic is defined, by its name, for those not defined in all.
@@ -135,7 +135,8 @@ class KernelInputs:
 
 
 class _Means(NamedTuple):
-    """Statistics that are means over rows, and where they are among the numbers that the kernels compute.
+    """Statistics that are means over query rows, each with its place in the list of numbers that the kernels compute
+    for a row.
 
     Attributes:
         names: their names.

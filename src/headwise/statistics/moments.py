@@ -116,8 +116,8 @@ class ClusterSums:
 
 @dataclass
 class RunningMoments:
-    """Sums from which the mean of each head's values and its standard error are computed. Values of one cluster (the
-    sequences of one document) may depend on each other. The sums of two sets of values can be merged.
+    """Sums from which the mean of each head's values and its standard error are computed. Values of one cluster, such
+    as the sequences of one document, may depend on each other. The sums of two sets of values can be merged.
 
     The standard error is that of the jackknife over clusters. With n values, their mean m, and G clusters of n_g
     values, its square is (G - 1) / G times the sum over clusters of (sum over the cluster of x - m)^2 / (n - n_g)^2
@@ -224,8 +224,8 @@ class RunningMoments:
 
 @dataclass
 class RunningLargest(RunningMoments):
-    """Largest value of each head, instead of the mean; -inf if there are no values. As in `RunningMoments`, values and
-    independent samples are counted, and two sets of values can be merged. A largest value has no standard error.
+    """Largest value of each head, in place of the mean that `RunningMoments` has; -inf if there are no values. Values
+    and independent samples are counted, and two sets of values can be merged. A largest value has no standard error.
     """
 
     largest: Float[Tensor, " heads"] = field(kw_only=True)

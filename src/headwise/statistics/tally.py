@@ -52,8 +52,8 @@ class MeasuredRows(NamedTuple):
 class FurtherSums:
     """Base class of sums over query rows from which additional statistics (`FurtherStatistics`) are computed. The rows
     are from one attention call, or also from later calls with the next tokens of the same sequences. Rows that are
-    padding or have no visible key are left out. The sums of all modules stay in memory until their next call, which may
-    continue them.
+    padding or have no visible key are left out. The sums of a module stay in memory until the module's next call, which
+    may continue them.
 
     Attributes:
         needs_weights: True if the sums need attention weights, and not only the statistics of each row.
@@ -81,8 +81,8 @@ class FurtherSums:
 
 
 class FurtherStatistics:
-    """Base class of statistics that a `Tally` (sums over the query rows of attention calls) computes in addition to its
-    standard ones. A subclass has its own sums.
+    """Base class of additional statistics. A `Tally` (sums over the query rows of attention calls) computes them after
+    its standard ones, from sums that a subclass defines.
 
     Attributes:
         measured: names of the statistics of `STATISTICS` that the tally computes; None for all.
@@ -109,8 +109,8 @@ class FurtherStatistics:
 @dataclass
 class Tally:
     """Sums of every statistic over the query rows of one attention call, for each sequence and head. Rows are added in
-    blocks. Tallies of different rows of the same sequences can be merged, such as those of later calls with cached
-    keys.
+    blocks. Two tallies of different rows of the same sequences can be merged, such as those of a first call and of a
+    later call with cached keys.
 
     Attributes:
         gram: `W_h^T W_h` of each head's slice of the output projection, for `written_norm`; None if unknown.
