@@ -81,9 +81,9 @@ class SiteProgress(PassProgress):
 
 
 def prepare_texts(dataset: Any, model: nn.Module, out: str | Path | None, *, shown: bool) -> Any:
-    """Tokenize the data set of a run if it is a `Texts`, with a context that the model accepts, and return it. `shown`
-    shows a progress bar. Raise `InputError` if the output folder `out` is inside the data. Other data sets are returned
-    unchanged.
+    """Return the data set of a run. A `Texts` is tokenized first, with a context (largest number of tokens) that the
+    model accepts; other data sets are returned unchanged. `shown` shows a progress bar. Raise `InputError` if the
+    output folder `out` is inside the data.
     """
     if not isinstance(dataset, Texts):
         return dataset
@@ -125,7 +125,7 @@ class Pass(Generic[PassProgressT]):
     ) -> PassProgressT:
         """Call `process_batch(batch, clusters)` for each batch of this process's share, except the batches that a
         stopped run has finished. `clusters` states which sequences are of the same document. `process_batch` adds its
-        results to `progress`, which also counts all batches, is written to checkpoints, and is returned. Raise
+        results to `progress`, which is written to checkpoints and returned. `progress` also counts the batches. Raise
         `InputError` if the data differs from that of the stopped run.
         """
         rank, world_size = rank_and_world_size()

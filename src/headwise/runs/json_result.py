@@ -77,8 +77,8 @@ class JsonResult:
 
 
 def require_each(argument: str, values: Iterable[tuple[Any, bool, str]]) -> None:
-    """Raise `InputError` for the first wrong value. Each of `values` is a triple: the value, True if it is right, and a
-    text that describes what is expected.
+    """Raise `InputError` for the first wrong value. `values` has a triple for each value: the value, True if it is
+    right, and a text that describes the expected value.
     """
     for value, is_right, expected in values:
         if not is_right:
