@@ -22,8 +22,7 @@ _innermost: ContextVar["ProgressBar | None"] = ContextVar("_innermost", default=
 
 
 class ProgressBar:
-    """Counter of finished units of work, shown as a progress bar if it has a display. Without a display, nothing is
-    shown.
+    """Counter of finished units of work. It is shown as a progress bar if it has a display; otherwise nothing is shown.
 
     Attributes:
         step: number of units that are done when the model has run once more: the bar moves by a part of it after each

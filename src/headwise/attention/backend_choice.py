@@ -67,8 +67,8 @@ FEW_QUERIES = 8
 
 
 class Candidate(NamedTuple):
-    """One backend that was considered for an attention problem (one call of `attend`). It has the reason that the
-    backend cannot compute the problem or, if the costs of backends were compared, the expected cost of this backend.
+    """One backend that was considered for an attention problem (one call of `attend`): its name, and the reason if it
+    cannot compute the problem. If the costs of backends were compared, its expected cost is stored too.
 
     Attributes:
         name: name of the backend.

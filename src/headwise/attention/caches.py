@@ -58,8 +58,8 @@ class CacheUpdate(NamedTuple):
 
 
 class Cache(ABC):
-    """Base class of caches: keys and values of the tokens that one layer has processed so far, or the latent vectors
-    from which both are computed.
+    """Base class of caches for generation. A cache stores the keys and values of the tokens that one layer has
+    processed so far, or the latent vectors from which the layer computes both.
 
     Attributes:
         mask: keys that the cache lets each query attend to, which the layer combines with its own mask; None for all.
@@ -156,8 +156,8 @@ MIN_SPARE_TOKENS = 64
 
 
 class GrowingCache(Cache):
-    """Base class of caches in which all sequences have the same length: every call appends the same number of tokens to
-    each.
+    """Base class of caches in which all sequences have the same length: every call of the layer appends the same number
+    of tokens to each sequence.
 
     Under `torch.no_grad()` tokens are written into preallocated buffers that have half as much memory to spare, so
     that appending one token copies one token. `tensors` are then views of the buffers: a token that is written after
@@ -348,7 +348,7 @@ MOST_LISTED = 16
 
 class StaticCache(Cache):
     """Cache with preallocated slots for `capacity` tokens of each sequence. The slots never change their shape or their
-    address. So decoding compiles once, and a step of decoding on a GPU can be captured in a CUDA graph.
+    address. Therefore a decoding step is compiled only once, and can be captured in a CUDA graph on a GPU.
 
     Each sequence has its own length. Prompts of different lengths are padded on the right and come with `lengths`;
     later tokens are appended to each sequence at its end. Tokens are written in place, so they take no gradient.

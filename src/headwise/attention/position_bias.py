@@ -73,8 +73,8 @@ LARGEST_DISTANCE = 2**24
 
 
 class RelativeBias(nn.Module):
-    """Learned bias of T5: one number for each head and each bucket. A bucket is a range of distances between query and
-    key (Raffel et al. 2020, section 2.1).
+    """Learned position bias of T5: for each head, one number for each range of distances between query and key is added
+    to the scores. Such a range is called a bucket (Raffel et al. 2020, section 2.1).
 
     Half the buckets of a direction contain one distance each, from 0 on. The widths of the other half grow
     geometrically up to `max_distance`, and the last one contains all larger distances. Several layers may share one

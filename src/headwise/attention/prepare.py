@@ -19,8 +19,8 @@ from headwise.shapes import Float
 
 
 class AttentionInputs(NamedTuple):
-    """Queries, keys and values of one call of a layer, ready for attention: rotated if the layer has rotary embeddings,
-    with cached keys and values before the new ones.
+    """Queries, keys and values of one layer call, ready for attention. Queries and keys are rotated if the layer has
+    rotary embeddings. Cached keys and values come before the new ones.
 
     Attributes:
         q: queries of this call.

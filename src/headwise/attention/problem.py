@@ -51,8 +51,8 @@ class TalkingHeads(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors and options of one attention call, checked and in the one form that all backends read. Create it with
-    `Problem.checked`.
+    """Tensors and options of one attention call, checked and converted to the one form that all backends read. Create
+    it with `Problem.checked`.
 
     Sinks and a tensor that is the scale have the dtype of the scores.
 
@@ -199,7 +199,7 @@ class Problem:
 @runtime_checkable
 class Backend(Protocol):
     """Interface of an attention backend, such as `fused`, `blockwise` or `reference`. A backend is a module or an
-    object with these attributes.
+    object that has the attributes of this class.
     """
 
     @property

@@ -67,7 +67,9 @@ def most_precise_dtype(device: torch.device | None) -> torch.dtype:
 
 @runtime_checkable
 class Scaling(Protocol):
-    """Interface of rotary scalings, which change the frequencies for texts longer than those a model was trained on."""
+    """Interface of rotary scalings. A rotary scaling changes the rotary frequencies, for texts longer than those a
+    model was trained on.
+    """
 
     @property
     def depends_on_length(self) -> bool:

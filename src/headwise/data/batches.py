@@ -51,8 +51,8 @@ def arguments_of(batch: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, eq=False)
 class NumberedBatches:
-    """Data set of batches that are in memory, each a dictionary of the model's arguments. `documents` has, for each
-    sequence, the number of the document that the sequence is from.
+    """Data set of batches that are stored in memory; each batch is a dictionary of the model's arguments. `documents`
+    has, for each sequence, the number of the document that the sequence is from.
     """
 
     batches: Sequence[dict[str, Tensor]]
@@ -89,8 +89,8 @@ def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Return the model's output for a batch from `iterate_batches`. The tensors of the batch are on the model's device.
-    If a progress bar is displayed, it moves after each layer of the model.
+    """Return the model's output for a batch that `iterate_batches` yielded. The tensors of the batch must be on the
+    model's device. If a progress bar is displayed, it moves after each layer of the model.
     """
     arguments = dict(batch)
     with moving_with(model):
@@ -116,8 +116,8 @@ def relative_difference(output: Tensor, expected: Tensor) -> float:
 
 
 def with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with the argument `use_cache=False`. It is added only if `model.forward` accepts `use_cache` and
-    the batch does not contain it.
+    """Return the batch, with the argument `use_cache=False` added if `model.forward` accepts it and the batch does not
+    contain it.
     """
     has_argument = "use_cache" in inspect.signature(model.forward).parameters
     return {"use_cache": False, **batch} if has_argument else batch
@@ -129,8 +129,8 @@ DATA = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_v
 
 def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of sequences in a batch and their total number of tokens. With an attention mask of shape
-    `(sequences, tokens)`, padding is not counted. Without such a mask, the first two axes of the input data are
-    counted: of the argument named in `DATA`, such as `input_ids`, or of the first tensor if there is no such argument.
+    `(sequences, tokens)`, padding is not counted. Without such a mask, both numbers are the sizes of the first two axes
+    of the input data. This is an argument named in `DATA`, such as `input_ids`, or else the first tensor.
     """
     mask = batch.get("attention_mask")
     first_tensor = next(value for value in batch.values() if isinstance(value, Tensor))
@@ -158,7 +158,7 @@ def digest_of_batches(batches: Iterable[Mapping[str, Any]]) -> str:
 
 def digest_of(parts: Iterable[Any]) -> str:
     """Return one SHA-256 hash of a series of values. It is computed from the dtype, shape and bytes of each tensor, and
-    from the `repr` of each other value.
+    from the `repr` of any value that is not a tensor.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -182,7 +182,7 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def name_of_mask(model: Any) -> str:
-    """Return the name of the model argument that is the padding mask of the last hidden states:
+    """Return the name of the model argument that states which of the last hidden states are padding:
     "decoder_attention_mask" for an encoder-decoder, otherwise "attention_mask".
     """
     return "decoder_attention_mask" if is_encoder_decoder(model) else "attention_mask"

@@ -36,9 +36,9 @@ def cache_folder() -> Path:
 
 def converted_folder(file: Path, save: Callable[[Path], None]) -> Path | None:
     """Return the cached folder that contains the model of a GGUF file in Hugging Face format. If there is no intact
-    folder for the file's content and the installed package versions, call `save` to write a new one. Of several
-    processes that need the same folder, one writes it and the others wait. If the cache cannot be written, warn and
-    return None.
+    folder for the file's content and the installed package versions, call `save` to write a new one. If several
+    processes need the same folder, one writes it and the others wait. If the cache cannot be written, warn and return
+    None.
     """
     filelock = require("filelock", purpose="the cache of converted models", extra="gguf")
     versions = [FORMAT, version("transformers"), version("gguf")]
@@ -66,8 +66,8 @@ def converted_folder(file: Path, save: Callable[[Path], None]) -> Path | None:
 
 
 def _write(folder: Path, file: Path, save: Callable[[Path], None]) -> None:
-    """Convert a GGUF file: call `save` on a temporary folder, add a list of the written files, and rename it to
-    `folder`. Thus `folder` never exists with only part of its content.
+    """Convert a GGUF file to Hugging Face format in the folder `folder`. `save` writes the files to a temporary folder,
+    which is renamed to `folder` at the end. Thus `folder` never exists with only part of its content.
     """
     print(f"headwise: converting {file.name}, once, to {folder}", file=sys.stderr)
     partial = folder.with_name(f"{folder.name}.partial")

@@ -21,7 +21,9 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class Document(NamedTuple):
-    """Text of one document, and where it is stored ("line 3 of notes.jsonl"), for error messages."""
+    """Text of one document, with the place where the document is stored, such as "line 3 of notes.jsonl", for error
+    messages.
+    """
 
     text: str
     location: str
@@ -38,8 +40,9 @@ def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]
 
 def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,)) -> Iterator[Document]:
     """Yield the documents in the file `source`, or in all files below the folder `source`. Each row of a Parquet or CSV
-    file is one document, and so is each nonblank line of a JSON lines file. Its text is the value in `column`, which
-    must have one of the Python types `types`, and becomes a string. Any other file is one document as a whole.
+    file is one document, and so is each nonblank line of a JSON lines file. The document's text is the value in
+    `column`, converted to a string; the value must have one of the Python types `types`. Any other file is one document
+    as a whole.
     """
     for file in list_files(source):
         try:
@@ -68,8 +71,8 @@ def require_first_document(source: Path, column: str) -> None:
 
 
 def require_source(source: str | Path) -> None:
-    """Raise `InputError` if a file or folder does not exist, or is an empty file or a folder without files. Nothing is
-    read.
+    """Raise `InputError` if a file or folder does not exist, if the file is empty, or if the folder has no files. No
+    file is read.
     """
     for file in list_files(source):
         try:
@@ -156,8 +159,8 @@ def read_json_lines(file: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield a document for each row of a Parquet file. Its text is the value in `column`, which must have one of the
-    Python types `types`.
+    """Yield a document for each row of a Parquet file. The document's text is the value in `column`, which must have
+    one of the Python types `types`.
     """
     pyarrow = require("pyarrow", purpose="reading parquet", extra="tables")
     parquet = require("pyarrow.parquet", purpose="reading parquet", extra="tables")

@@ -53,8 +53,8 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Location of a model's files: a local folder or a hub id. The methods load the model's configuration, tokenizer or
-    weights from there, or raise `InputError`.
+    """Location of a model's files: a local folder or a Hugging Face hub id. The methods load the model's configuration,
+    tokenizer or weights from this location, or raise `InputError`.
 
     Attributes:
         name: name by which the user called the model.
@@ -78,8 +78,8 @@ class ModelSource:
 
     @cached_property
     def _files(self) -> tuple[str, dict[str, str]]:
-        """First argument (a folder or hub id) and keyword arguments for `from_pretrained`. For a GGUF file this is the
-        cached folder with its converted copy, unless `converts` is False or the copy cannot be written.
+        """First argument (a folder or hub id) and keyword arguments for `from_pretrained`. For a GGUF file, the folder
+        is the cached copy in Hugging Face format, unless `converts` is False or this copy cannot be written.
         """
         folder = None
         if self.is_gguf and self.converts:
@@ -130,8 +130,8 @@ class ModelSource:
 
     def model(self, lm_head: str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
         """Load the model and return it in evaluation mode. `lm_head` selects its head: "causal" or "masked" for that
-        language-model head, None for no head, "saved" for the class that the model was saved as. `dtype` is the data
-        type of the weights; None keeps that of the saved weights.
+        language-model head, None for no head, "saved" for the head of the class that the model was saved as. `dtype` is
+        the data type of the weights; None keeps that of the saved weights.
         """
         transformers, name = _transformers(), AUTO_CLASSES.get(lm_head, "")
         if lm_head == SAVED and self.is_gguf:
@@ -337,8 +337,8 @@ def _require_on_hub(argument: str, name: str, revision: str | None) -> None:
 
 
 def _why_not_on_hub(hub_id: str, revision: str | None) -> str | None:
-    """Return the reason that the `config.json` of a model is neither in the local cache nor on the Hugging Face hub.
-    The reason is a clause for an error message; it is None if the file is in one of them.
+    """Return the reason that the `config.json` of a model is neither in the local cache nor on the Hugging Face hub, as
+    a clause for an error message. Return None if the cache or the hub has the file.
     """
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 

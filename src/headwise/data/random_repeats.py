@@ -62,8 +62,9 @@ def random_repeats(
 
 
 def repeats_for_model(model: nn.Module, avoid: Collection[int], tokenizer: Any = None) -> Int[Tensor, "samples length"]:
-    """Return sequences of repeated random tokens (`random_repeats`) from a model's vocabulary without the ids in
-    `avoid`. With a tokenizer, each sequence is enclosed in the special tokens that the tokenizer adds.
+    """Return sequences that each repeat random token ids several times (`random_repeats`). The ids are from a model's
+    vocabulary, without those in `avoid`. With a tokenizer, each sequence is enclosed in the special tokens that the
+    tokenizer adds.
     """
     embeddings = input_embeddings(model)
     if not isinstance(embeddings, nn.Embedding):

@@ -29,8 +29,8 @@ MOST_IDS = 2**32
 
 
 class _Sequence(NamedTuple):
-    """One sequence of token ids, including special tokens, and the number of the document that it is from. The number
-    is -1 if the sequence contains only separators between documents.
+    """One sequence of token ids, including special tokens, and the number of the document that the sequence is from.
+    The document number is -1 if the sequence contains only separators between documents.
     """
 
     ids: Int[Tensor, " tokens"]
@@ -49,8 +49,8 @@ def batches_of(sequences: Iterable[Int[Tensor, "_"]], size: int) -> Iterator[dic
 
 @dataclass(frozen=True)
 class Texts:
-    """A data set of documents that yields batches of tokens for a `transformers` model. It can be iterated any number
-    of times.
+    """A data set of documents that yields batches of tokens for a `transformers` model. You can iterate over it any
+    number of times.
 
     Iteration yields mappings with `input_ids` and `attention_mask` of shape `(batch, tokens)`. All sequences of a batch
     have the same length and need no padding; the longest come first.
@@ -104,9 +104,9 @@ class Texts:
                 object.__setattr__(self, name, number)  # an int, also for an integer of numpy
 
     def within(self, model: nn.Module) -> "Texts":
-        """Return these texts with the option `context`, the largest number of tokens per sequence, set or checked for a
-        model. If `context` is None, it becomes 2048, or the limit of the model and its tokenizer if that limit is
-        smaller. A `context` above the limit of the model and its tokenizer raises `InputError`.
+        """Return a copy of these texts whose option `context`, the largest number of tokens per sequence, fits a model.
+        If `context` is None, it becomes 2048, or the limit of the model and its tokenizer if that limit is smaller. A
+        `context` above the limit raises `InputError`.
 
         Raises:
             InputError: `context` is set and exceeds the model's limit.
@@ -177,8 +177,8 @@ class Texts:
 
     @cached_property
     def _tokenized(self) -> list["_Sequence"]:
-        """All sequences with the numbers of their documents, in the order of the data; read and tokenized at first
-        access.
+        """All sequences of tokens with the numbers of their documents, in the order of the data. They are read and
+        tokenized at first access.
         """
         return self._tokenize(lambda _sequences: None)
 
@@ -209,12 +209,14 @@ class Texts:
 
     @property
     def _default_context(self) -> int:
-        """Largest number of tokens in a sequence if `context` is not set: 2048, or the tokenizer's smaller limit."""
+        """Largest number of tokens in a sequence if the option `context` is not set: 2048, or the tokenizer's limit if
+        that is smaller.
+        """
         return min(max_input_tokens(None, self.tokenizer) or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
     def _parts(self, room: int) -> Iterator[list[int]]:
         """Yield each sequence as a list of at most `room` tokens, without the special tokens at its start and end. Each
-        token is one number: its token id plus `MOST_IDS` times the number of its document. A separator between
+        token is one number: its token id plus `MOST_IDS` (2**32) times the number of its document. A separator between
         documents is -1 minus its token id.
         """
         if self.documents == "pack":
@@ -255,7 +257,8 @@ class Texts:
 
     def _tokens_of_documents(self) -> Iterator[tuple[list[int], str]]:
         """Yield the tokens of each document that is not blank, with the document's location for error messages. Each
-        token is its id plus `MOST_IDS` times the number of its document; blank documents are numbered too.
+        token is one number: its id plus `MOST_IDS` (2**32) times the number of its document. Blank documents are
+        numbered too.
         """
         read = read_documents if isinstance(self.source, str | Path) else documents_in_memory
         source: Any = self.source

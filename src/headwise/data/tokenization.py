@@ -81,8 +81,8 @@ class EncodedText(NamedTuple):
 
 def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> EncodedText:
     """Tokenize a text for a model, and group the tokens into words. A text that is too long for the model is cut if
-    `truncate` is True; otherwise `InputError` is raised. It is also raised for an empty text, and for a tokenizer with
-    ids outside of the model's vocabulary.
+    `truncate` is True; otherwise `InputError` is raised. `InputError` is also raised for an empty text, and if the
+    tokenizer has ids outside of the model's vocabulary.
     """
     require_tokenizer(tokenizer)
     require_text(text)
@@ -178,9 +178,8 @@ def input_embeddings(model: Any) -> Any:
 
 
 def output_embeddings(model: Any) -> Any:
-    """Return the module that turns a model's last hidden states into logits over the vocabulary, and does nothing else.
-    Return None if the model does not provide it by `get_output_embeddings`, or returns an `nn.Embedding` there, as FSMT
-    does.
+    """Return the module that only turns a model's last hidden states into logits over the vocabulary. Return None if
+    the model's `get_output_embeddings` does not provide it, or returns an `nn.Embedding`, as FSMT's does.
     """
     try:
         module = model.get_output_embeddings()
@@ -255,14 +254,16 @@ def _group_into_words(
 
 def displayed_token(characters: str, special: bool, with_blanks: str) -> Token:
     """Return a `Token` for display from its characters. `with_blanks` is the text from the end of the previous token to
-    the end of this one; the blanks at its start show how the two are separated.
+    the end of this one. The blanks at the start of `with_blanks` show how the two tokens are separated.
     """
     blanks = with_blanks[: len(with_blanks) - len(with_blanks.lstrip())]
     return Token(_on_one_line(characters), special, bool(blanks), "\n" in blanks)
 
 
 def displayed_word(characters: str) -> Word:
-    """Return a `Word` for display from its characters. It counts as lexical if one of them is a letter or digit."""
+    """Return a `Word` for display from its characters. It counts as an ordinary word if one of the characters is a
+    letter or digit.
+    """
     return Word(_on_one_line(characters), False, any(character.isalnum() for character in characters))
 
 
@@ -339,8 +340,9 @@ def _continues(word: str, piece: str) -> bool:
 
 
 def _pieces(tokenizer: Any, ids: list[int], context: list[int]) -> list[str]:
-    """Return, for each token id, the characters that the token adds to the decoded text of `context` and the ids before
-    it. If several tokens form one character, the last of them adds it, and the others add an empty string.
+    """Return, for each of `ids`, the characters that this token adds to the decoded text of all tokens before it
+    (`context` and the earlier ids). If several tokens form one character, the last of them adds it, and the others add
+    an empty string.
     """
     pieces: list[str] = []
     done = tokenizer.decode(context, skip_special_tokens=False, clean_up_tokenization_spaces=False) if context else ""

@@ -23,8 +23,8 @@ UNGROUPED = {"heads": "num_attention_heads", "head_dim": "head_dim"}
 
 @dataclass(frozen=True)
 class Family:
-    """Description of the attention modules of one model architecture: names of their classes and projections, and what
-    they compute. The defaults are those of Llama.
+    """Description of the attention modules of one model architecture: the names of their classes and projections, and
+    the kind of attention that they compute. The defaults are those of Llama.
 
     Attributes:
         name: name of the architecture.
@@ -130,10 +130,10 @@ class Family:
 
 @dataclass(frozen=True)
 class LatentFamily(Family):
-    """Attention modules that compute the keys and values of all heads from one latent vector per token (DeepSeek V2). A
-    query is `[head_dim | rotary_dim]`: features without and with rotary positions. One projection computes the key and
-    the value of a head together, `[head_dim | value_dim]`. `inputs` are the projections into queries, from a latent
-    into queries, and from a latent into keys and values.
+    """Description of attention modules that compute the keys and values of all heads from one latent vector per token
+    (DeepSeek V2). A query is `[head_dim | rotary_dim]`: features without and with rotary positions. One projection
+    computes the key and the value of a head together, `[head_dim | value_dim]`. `inputs` are the projections into
+    queries, from a latent into queries, and from a latent into keys and values.
 
     Attributes:
         rotary_dim: attribute with the width of the rotated part of a query.

@@ -45,8 +45,8 @@ _NUMBERS = count()
 
 
 class ModuleCalls(NamedTuple):
-    """Numbers of attention calls of one module of an accelerated model: of the calls that headwise's native CPU kernels
-    computed, and of those that torch computed.
+    """Counts of the attention calls of one module of an accelerated model: how many calls headwise's native CPU kernels
+    computed, and how many torch computed.
 
     Attributes:
         path: path of the module; empty for the model itself.
@@ -61,8 +61,9 @@ class ModuleCalls(NamedTuple):
 
 
 class Acceleration:
-    """Result of `accelerate` for one model. It counts the attention calls of each module, and `print` shows a summary.
-    The acceleration ends with a call of `restore`, or at the end of a `with` statement on this object.
+    """Result of `accelerate`, which lets headwise's kernels compute the attention of one model. It counts the attention
+    calls of each module, and `print` shows a summary. The acceleration ends with a call of `restore`, or at the end of
+    a `with` statement on this object.
 
     Attributes:
         is_active: True until `restore` is called.
@@ -227,8 +228,8 @@ TORCH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class AcceleratedHooks(UncopiedHooks):
-    """Forward hooks of one module of an accelerated model. They mark the module as running from the start of its
-    `forward` to the end.
+    """Forward hooks of one module of a model whose attention headwise's kernels compute (`accelerate`). They register
+    the module as running when its `forward` starts, and remove it when its `forward` ends.
     """
 
     def __init__(self, recorder: CallRecorder, path: str) -> None:
@@ -351,8 +352,8 @@ def _accelerated_forward(own: Callable[..., Any]) -> Callable[..., Any]:
 
 class _NoFastPath(TorchFunctionMode):
     """Torch function mode that calls every function unchanged. Torch's own attention layers have a fast path, which
-    computes a whole layer by one function, without SDPA. They do not use it while a torch function mode is active, so
-    this mode disables it.
+    computes a whole layer by one function, without `scaled_dot_product_attention`. They do not use the fast path while
+    a torch function mode is active, so this mode disables it.
     """
 
     def __torch_function__(

@@ -53,7 +53,8 @@ OWN_BACKEND = "headwise.attend chooses its own backend"
 
 @runtime_checkable
 class CallRecorder(Protocol):
-    """Interface of an object that counts attention calls, by the path of the module that made the call.
+    """Interface of an object that counts the attention calls of each module of an accelerated model, by the path of the
+    module.
 
     Attributes:
         is_active: False once the acceleration has ended.
@@ -75,7 +76,8 @@ class CallRecorder(Protocol):
 
 
 class RunningModule(NamedTuple):
-    """One module of an accelerated model that is now running, with the object that counts its attention calls.
+    """One module that is now running in an accelerated model (`accelerate`), with the object that counts the module's
+    attention calls.
 
     Attributes:
         recorder: object that counts its attention calls.
@@ -193,8 +195,8 @@ class AcceleratedModules(threading.local):
 
 
 class _ReadMask:
-    """An attention mask and its ranges of visible keys, for reuse. The object keeps the mask, so that no other tensor
-    can get the same memory address.
+    """An attention mask with its ranges of visible keys, stored for reuse. The object keeps the mask, so that no other
+    tensor can get the mask's memory address.
 
     Attributes:
         result: the ranges.

@@ -119,7 +119,8 @@ def held(
 
 @dataclass(frozen=True, eq=False)
 class HeldCall(AttentionSource):
-    """An attention call whose heads may be in any axis.
+    """Attention call of which it is not yet known which axis of its tensors is the heads. It is stored until later
+    functions of the model show the axis.
 
     Attributes:
         call: the call, with the axes `(..., length, features)`.

@@ -24,7 +24,8 @@ from headwise.shapes import Bool, Float, Int
 
 @dataclass(frozen=True, eq=False)
 class OutputLayout:
-    """Layout of the output of an attention function, and functions that convert it.
+    """Order of the axes in the output of an attention function, and two functions that convert between this order and
+    `(batch, heads, queries, value_dim)`.
 
     Attributes:
         axes: axes of values and queries; None if the output is not followed to the output projection, since the
@@ -53,8 +54,8 @@ NOT_FOLLOWED = replace(HEADS_FIRST, axes=None)
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """Places of the tokens of packed sequences: a padded batch `(sequences, longest)` with the index of each token
-    among the packed tokens.
+    """Places of the tokens of packed sequences: a table `(sequences, longest)` that has, for each token of each
+    sequence, the token's index among the packed tokens. Shorter sequences are padded.
 
     Attributes:
         index: index of each token among the packed ones; that of another token at padding.
@@ -117,7 +118,8 @@ class PackedSequences:
 
 
 class KnownWeights(NamedTuple):
-    """Attention weights of one call that are not computed again from queries and keys.
+    """Attention weights of one call, as a whole tensor. They exist already, so headwise does not compute them again
+    from queries and keys.
 
     Attributes:
         weights: the weights, without dropout.
@@ -137,8 +139,8 @@ class KnownWeights(NamedTuple):
 
 @dataclass(eq=False)
 class AttentionCall:
-    """One attention call of a model, read as tensors of heads. A subclass overrides the properties and methods that do
-    not follow from queries, keys and options.
+    """One attention call of a model, read as queries, keys and values with an axis of heads, and options. A subclass
+    overrides the properties and methods that do not follow from these.
 
     Attributes:
         q: queries `(batch, heads, queries, head_dim)`. They are computed from the function's own argument by functions

@@ -12,7 +12,9 @@ from headwise.shapes import Float
 
 @runtime_checkable
 class Handlers(Protocol):
-    """Functions by which interceptors observe and change one attention call, as `CallHandlers` has them."""
+    """Interface of the functions by which interceptors observe and change one attention call. `CallHandlers` implements
+    it.
+    """
 
     @property
     def changes(self) -> Sequence[object]:
@@ -27,7 +29,8 @@ class Handlers(Protocol):
 
 class AttentionSource(ABC):
     """Base class for one attention call whose axis of heads is not known yet. It stores the tensors from which the
-    output was computed, and reports the call once the layout of the heads is known.
+    model computed the attention output. It reports the call to the interceptors when later functions have shown the
+    axis.
 
     Attributes:
         has_usual_axes: True if the function that computes the output defines its axes as `(batch, heads, queries,

@@ -58,8 +58,8 @@ UNKNOWN_SEQUENCES = (
 
 @dataclass(eq=False)
 class _ModelCall:
-    """Data that is stored during one call of a model: its self-attention calls so far, and results that are reused for
-    all attention calls with the same inputs.
+    """Data that is stored during one call of a model: the first self-attention call of each module, and results that
+    are reused for all attention calls with the same inputs.
 
     Attributes:
         streams: its self-attention calls so far, the first one of each module.
@@ -71,7 +71,8 @@ class _ModelCall:
 
 
 class _Located(NamedTuple):
-    """Tokens, padding and positions of a self-attention call whose queries were located among its keys.
+    """Tokens, padding and positions of a self-attention call for which it is known which key belongs to each query's
+    token.
 
     Attributes:
         first: index of the key that belongs to the first query's token.

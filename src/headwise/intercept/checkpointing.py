@@ -17,8 +17,8 @@ from headwise.intercept.session import current_session
 
 
 class InterceptedCheckpointFunction(CheckpointFunction):
-    """Replacement of torch's reentrant activation checkpointing. When the checkpointed function is repeated in the
-    backward pass, its attention calls are intercepted in the same way as in the forward pass.
+    """Replacement of torch's autograd function for reentrant activation checkpointing. When the checkpointed function
+    is repeated in the backward pass, its attention calls are intercepted in the same way as in the forward pass.
     """
 
     @classmethod

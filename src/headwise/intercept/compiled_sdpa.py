@@ -21,8 +21,8 @@ from headwise.intercept.patches import SDPA, call_replaced
 
 
 class CompiledModules(threading.local):
-    """Accelerated modules whose calls `torch.compile` is reading, or that run with a break in their compiled graph, in
-    one thread.
+    """Counter of the accelerated modules (their attention is computed by headwise's kernels) around the code that
+    `torch.compile` reads now, or that runs with a break in the compiled graph, in one thread.
 
     Attributes:
         depths: number of these modules around the code that is read now, for each acceleration by its number.

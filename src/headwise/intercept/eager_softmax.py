@@ -233,7 +233,8 @@ def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> N
 
 @dataclass(eq=False)
 class _Product(AttentionSource):
-    """One attention call in which a model multiplies attention weights, computed by softmax, with the values.
+    """One product of attention weights and values that a model computes itself, with a softmax, instead of calling an
+    attention function. It is an attention call whose axis of heads may not be known yet.
 
     Attributes:
         call: the function call that computed it.
@@ -430,7 +431,8 @@ class _Product(AttentionSource):
 
 
 class _ProductCall(AttentionCall):
-    """An attention call in which a model multiplies attention weights, computed by softmax, with the values.
+    """One attention call that a model computes itself, as a product of softmax weights and values, instead of calling
+    an attention function. Its axis of heads is known.
 
     Args:
         product: the product.

@@ -90,8 +90,9 @@ def require_uncompiled(model: nn.Module, *, without_attention: bool = False) -> 
 
 
 class HooksAndPatches:
-    """Context that intercepts one model: hooks on its modules report to one interceptor, and functions of torch are
-    replaced. A context that is active may be entered again; the last exit removes hooks and replacements.
+    """Context in which the attention calls of one model are intercepted: hooks on its modules report to one interceptor
+    (an object that observes or changes attention), and functions of torch are replaced. An active context may be
+    entered again; the last exit removes hooks and replacements.
 
     Args:
         model: the model.

@@ -18,8 +18,8 @@ from headwise.statistics.attend_observed import WholeCall
 
 
 class SiteKey(NamedTuple):
-    """Name of one place where a model attends: the path of an attention module, and whether it is self- or
-    cross-attention.
+    """Name of a site, one place where a model attends: the path of an attention module, and whether the attention there
+    is self- or cross-attention.
 
     Attributes:
         path: path of the innermost module that computes the attention.
@@ -46,8 +46,8 @@ class SiteKey(NamedTuple):
 
 class InputSources(NamedTuple):
     """Sources on which the queries and keys of one attention call depend. A source is an input of the model, or a
-    result in which tokens were mixed, such as an output of earlier attention. A set of sources is stored as the bits of
-    an int; it is 0 if it is empty or unknown.
+    tensor in which tokens were mixed, such as an output of earlier attention. A set of sources is stored as the bits of
+    an int, which is 0 if the set is empty or unknown.
 
     Attributes:
         of_queries: sources of the queries.
@@ -95,8 +95,8 @@ UNKNOWN_SOURCES = InputSources()
 
 @dataclass(eq=False)
 class Call:
-    """One attention call inside a model, as reported to interceptors: where it happens, its sizes, and its tokens and
-    padding.
+    """One attention call inside a model, as reported to interceptors (objects that observe or change attention): its
+    module, its sizes, and its tokens and padding.
 
     Attributes:
         site: where in the model.
@@ -181,9 +181,9 @@ NO_EFFECT = Observation(lambda row_block: None, CallContext(), lambda: None)
 
 
 class HeadOutput(NamedTuple):
-    """Output of all heads in one attention call, before the output projection. Two functions come with it: one computes
-    the same heads' outputs under uniform attention (equal weights for all visible keys). The other returns the call as
-    a `Problem`, headwise's form of its tensors and options.
+    """Output of all heads in one attention call, before the output projection. Two functions come with it. One computes
+    the output of these heads under uniform attention (equal weights for all visible keys). The other returns the call
+    as a `Problem`, headwise's form of the call's tensors and options.
 
     Attributes:
         out: output of each head.

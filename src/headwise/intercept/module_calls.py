@@ -52,8 +52,8 @@ def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
 
 @dataclass
 class _RecordedCall:
-    """Recorded output of one module call, with its rank in the order in which recorded module calls ended. Stored
-    version counters of the output's tensors show whether one of them was modified in place later.
+    """Recorded output of one module call, and how many recorded module calls had ended by then. Stored version counters
+    of the output's tensors show whether one of them was modified in place later.
 
     Attributes:
         output: what the module returned.
@@ -72,9 +72,9 @@ class _RecordedCall:
 
 
 class Replay:
-    """Recorder of module outputs in one run of a model, for reuse in later runs on the same inputs in which heads of
-    some attention modules are gated (scaled or replaced). In a later run, modules that end before attention begins in
-    the first gated module return their recorded outputs without computing them.
+    """Recorder of module outputs in one run of a model, for reuse in later runs on the same inputs. In a later run,
+    heads of some attention modules are gated (scaled or replaced). Modules that end before attention begins in the
+    first gated module return their recorded outputs without computing them.
 
     Module calls that return recorded outputs have no side effects: they write neither to a cache nor to an attribute
     that other modules read. `RepeatedRuns` in `analysis/repeated_runs.py` checks that a model does not need these.

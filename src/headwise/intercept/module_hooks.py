@@ -24,8 +24,8 @@ from headwise.intercept.uncopied_hooks import UncopiedHooks
 
 
 class ModuleHooks(UncopiedHooks):
-    """Forward hooks of one module of an intercepted model: they push each call of the module onto the running
-    calls of the session at its start, and pop it at its end.
+    """Forward hooks of one module of an intercepted model. When a call of the module starts, they append it to the
+    session's list of running module calls; when it ends, they remove it.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 
 
 class ObservedCall(NamedTuple):
-    """Data from which the statistics of one attention call are computed: its tokens, padding and positions, and whether
-    the call continues the sequences of an earlier call.
+    """Data about one attention call that its statistics depend on: the tokens, padding and positions of the call, and
+    whether the call continues the sequences of an earlier call.
 
     Attributes:
         context: tokens, padding and positions of the call.

@@ -15,7 +15,7 @@ HIDING = -1e4
 
 
 class RealTokens(NamedTuple):
-    """Masks that state which queries and keys of a self-attention call belong to tokens that are not padding.
+    """Masks that state which queries and keys of a self-attention call belong to real tokens, and not to padding.
 
     Attributes:
         queries: True at tokens whose query rows count; None for all.

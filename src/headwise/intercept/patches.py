@@ -25,9 +25,9 @@ class Replacement(NamedTuple):
 
 
 class Patches:
-    """Context in which some functions of torch or other libraries are replaced, in all threads. A context that is
-    active may be entered again; the last exit restores the functions. If other code has replaced one of them in the
-    meantime, that replacement stays.
+    """Context in which some functions of torch or other libraries are replaced, in all threads. An active context may
+    be entered again; the last exit restores the functions. A function that other code has replaced in the meantime is
+    not restored.
 
     Args:
         replacements: function that returns what to replace, called when the context is first entered.
@@ -85,7 +85,8 @@ _ALL_OWN_FUNCTIONS = frozenset(function for functions in _OWN_FUNCTIONS.values()
 
 
 class InterceptedFunction:
-    """Callable object that replaces a function and intercepts its calls.
+    """Callable object that takes the place of a function of torch or of another library, and intercepts the calls of
+    this function.
 
     Args:
         intercept: function that intercepts a call; it receives the other function, and the arguments of the call.

@@ -63,7 +63,8 @@ _SINGLE = (EllipsisType, torch.layout, torch.memory_format)
 
 
 class CallFacts(NamedTuple):
-    """Properties of an attention call that are the same in each call of the model that follows a plan.
+    """Properties of an attention call, such as its number of heads, that must be the same in each call of the model
+    that follows one plan (stored facts about the model's attention).
 
     Attributes:
         function: name of the function that computes the attention.
@@ -87,7 +88,8 @@ class CallFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """Attention call that a plan states, with the facts that were derived about it.
+    """One attention call in a plan (stored facts about a model's attention, from a traced call of the model), with the
+    facts that were derived about this attention call.
 
     Attributes:
         site: where in the model, without the number of the layer in its module.
@@ -108,7 +110,8 @@ class PlannedCall:
 
 
 class Step(NamedTuple):
-    """Attention call of a model that happens now, in a call of the model that is recorded or follows a plan.
+    """Attention call that a model makes now. This call of the model is recorded for a plan (stored facts about the
+    model's attention), or it follows a plan.
 
     Attributes:
         number: number of the call in the call of the model; None if nothing is recorded.
@@ -154,9 +157,9 @@ which the last ones have the names.
 
 
 class Steps:
-    """Description of the torch functions that a model calls, one after the other, and of attention. Two calls of the
-    model with equal steps compute the same from their inputs: the same functions of the same earlier results and of the
-    same parameters, with the same other arguments.
+    """Description of the torch functions that a model calls, one after the other, and of its attention calls. Two calls
+    of the model with equal steps compute the same from their inputs: they apply the same functions to the same earlier
+    results and parameters, with the same other arguments.
 
     Args:
         given: the inputs of the model.
@@ -256,7 +259,8 @@ class Steps:
 
 
 class Plan(NamedTuple):
-    """Facts about all attention of a model, which were derived in a traced call of the model.
+    """Facts about all attention of a model, which were derived in one call of the model while its torch functions were
+    traced. Later calls of the same kind reuse them.
 
     Attributes:
         steps: functions that the model calls, with attention.
@@ -281,7 +285,8 @@ plan after it attended.
 
 
 class PlanKey(NamedTuple):
-    """Model and kind of calls to which a plan applies.
+    """Model and kind of its calls (such as the sizes of its inputs) to which a plan applies. A plan is stored facts
+    about the model's attention.
 
     Attributes:
         model: the module that is called.
@@ -356,10 +361,10 @@ def _add_kind(value: Any, kinds: list[Hashable], numbers: dict[int, int]) -> boo
 
 
 class ModuleStates:
-    """Reader of those attributes of a model's modules that most often decide how they attend: the training mode,
-    numbers, flags and names, also in the configurations of models of `transformers`, the numbers of hooks, the identity
-    of modules and parameters, and if the method `forward` of an object is replaced. Calls in another state have plans
-    of their own. Whatever else changes what a model computes is seen in its steps.
+    """Reader of those properties of a model's modules that most often decide how they attend: training mode, numbers,
+    flags and names, also in configurations of `transformers`, the numbers of hooks, the identity of modules and
+    parameters, and replaced methods `forward`. If such a property changes, other plans (stored facts about the model's
+    attention) apply. Any other change appears in the torch functions that the model calls.
 
     Attributes:
         model: the model.
@@ -403,7 +408,8 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 class Recording:
-    """Record of the steps and the attention in a call of a model that is traced, from which a plan is made.
+    """Record of the torch functions and attention calls in one traced call of a model. A plan (stored facts about the
+    model's attention, for later calls) is made from it.
 
     Args:
         key: the model and the kind of the call.
@@ -494,7 +500,8 @@ class Recording:
 
 
 class LoggedFunction(NamedTuple):
-    """Call of a torch function before the first attention call of a model, to be traced later if need be.
+    """Call of a torch function that a model made before its first attention call. It is stored so that it can still be
+    traced if the model's call turns out to follow no plan (stored facts about the model's attention).
 
     Attributes:
         function: the function.
@@ -512,8 +519,9 @@ class LoggedFunction(NamedTuple):
 
 
 class Following:
-    """State of a call of a model that follows a plan. Each step of the call is compared with the plan. If a step before
-    the first attention call differs, another plan may state it, or the call is traced after all, from its log.
+    """State of a model's call that follows a plan (stored facts about the model's attention). Each function that the
+    model calls is compared with the plan. If one before the first attention call differs, another plan may fit; if none
+    does, the logged functions are traced.
 
     Args:
         key: the model and the kind of the call.

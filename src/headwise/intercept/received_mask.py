@@ -95,7 +95,7 @@ CELLS_AT_ONCE = 2**24
 
 
 class ReceivedMask(NamedTuple):
-    """Mask of one attention call, with the sizes and positions for which it is evaluated (`Grid`).
+    """Mask that one attention call received, with the sizes and positions for which it is evaluated (`Grid`).
 
     Attributes:
         mask: the keys that each query may attend to; None if it hides nothing.

@@ -22,8 +22,8 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """Tokens of each sequence of a batch so far, over several calls of the model: their number, their ids, and which of
-    them are padding.
+    """Tokens that each sequence of a batch has so far, over several calls of the model: their number, their ids, and
+    which of them are padding.
 
     Attributes:
         length: number of tokens of each sequence, with padding.

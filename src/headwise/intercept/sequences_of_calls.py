@@ -15,8 +15,8 @@ from headwise.statistics.moments import Clusters, separate_clusters
 
 
 class Recurrence(threading.local):
-    """Record of the attention call that began the sequences at each site (attention module, self or cross). Later calls
-    at the site may continue them. The record is for one call of the model and one thread.
+    """Record of the attention call that began the sequences at each site (attention module, self or cross), in one call
+    of the model and one thread. Later attention calls at the site may continue these sequences.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Recurrence(threading.local):
 
 
 class _Queries(NamedTuple):
-    """Queries of a group of attention calls, each of which computes attention for a different part of the same queries.
+    """Queries of a group of attention calls, each of which computes attention for a different part of these queries.
 
     Attributes:
         first_call: number of the first of these calls.
@@ -49,8 +49,8 @@ class _Queries(NamedTuple):
 
 
 class QueryParts(threading.local):
-    """Record of the attention calls in one call of the model, in one thread, that each compute a part of the same
-    queries. To save memory, some models compute attention in a loop over parts of the queries, with the same keys.
+    """Record of the attention calls that each compute a part of the same queries, in one call of the model and one
+    thread. To save memory, some models compute attention in a loop over parts of the queries, with the same keys.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,8 @@ class _SiteCalls:
 
 
 class _ModelCall(threading.local):
-    """Attention calls of the current call of the model, in one thread.
+    """Attention calls that the current call of the model has made so far in one thread, by site (attention module, self
+    or cross).
 
     Attributes:
         sites: its attention calls so far, by site.

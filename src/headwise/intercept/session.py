@@ -24,8 +24,8 @@ from headwise.intercept.unreadable_tensors import why_not_read
 
 @runtime_checkable
 class Interception(Protocol):
-    """Context in which the attention calls of one model are reported to one interceptor. A context that is active may
-    be entered again.
+    """Context in which the attention calls of one model are reported to one interceptor, an object that observes or
+    changes attention. An active context may be entered again.
     """
 
     interceptor: Interceptor
@@ -40,8 +40,8 @@ class Interception(Protocol):
 
 
 class _Paused:
-    """Context that pauses interception in a session. While it is open, the torch function mode that intercepts torch's
-    functions is off, unless another mode was entered after that mode.
+    """Context in which attention calls are not intercepted. While it is open, the torch function mode that intercepts
+    torch's functions is off, unless a second mode was entered after that mode.
     """
 
     __slots__ = ("_before", "_mode", "_session")
@@ -65,9 +65,9 @@ class _Paused:
 
 
 class Session(Trace):
-    """State of interception in one context of execution: the running module calls of intercepted models, what was
-    derived from the functions that they called, and flags that pause or restrict interception. A call of a model has a
-    session of its own (`for_model_call`). `current_session` returns the one that applies.
+    """State of interception in the running code: the running module calls of intercepted models, the facts derived from
+    the torch functions that they called, and flags that pause or restrict interception. Each call of a model has its
+    own session (`for_model_call`). `current_session` returns the one that applies.
 
     Attributes:
         interceptions: the open interceptions of all threads, outermost first; shared by all sessions.
@@ -323,8 +323,8 @@ class Session(Trace):
 
 
 class _RunningSessions(local):
-    """Sessions in which module calls run, of each thread. They may outlast the context of the running code, as where an
-    exception ends a task, but not the thread.
+    """For each thread, the sessions (states of interception) in which module calls run. An exception may end a task
+    while module calls of its session still count as running; the session then stays in this list.
     """
 
     def __init__(self) -> None:

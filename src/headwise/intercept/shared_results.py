@@ -17,8 +17,8 @@ MOST_RESULTS = 32
 
 
 class SharedResults:
-    """Cache of the results that were used last, by the inputs from which they were computed. Tensors count as the same
-    input if they have the same memory and have not changed. The cache keeps the inputs, so that no other object can get
+    """Cache of the most recently used results, by the inputs from which they were computed. A tensor counts as the same
+    input if it has the same memory and has not changed. The cache keeps the inputs, so that no other object can get
     their identity.
     """
 

@@ -74,8 +74,8 @@ KINDS = ("self", "cross")
 
 @dataclass(frozen=True)
 class Site:
-    """Statement of the user about the attention that one module of a model computes: its number of heads, its kind
-    (self- or cross-attention), and the axes of its attention weights. `watch` and `gate` accept it as an element of
+    """User's statement about the attention that one module of a model computes: its number of heads, its kind (self- or
+    cross-attention), and the axes of its attention weights. `watch` and `gate` accept such statements in the argument
     `sites`.
 
     The statement is used where these properties cannot be derived from the model. Otherwise it is compared with the

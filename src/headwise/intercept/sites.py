@@ -26,8 +26,9 @@ MOST_SUMS = 2**17
 
 @dataclass
 class SiteRecord:
-    """Data about one site (an attention module, in self- or cross-attention): its layer number, its numbers of heads,
-    and for each statistic and head the count, mean and squared deviations of its values over all observed sequences.
+    """Data about one site (an attention module, in self- or cross-attention): its layer number and its numbers of
+    heads. For each statistic and head, it has the count, mean and squared deviations of the values over all observed
+    sequences.
 
     Attributes:
         site: where in the model.
@@ -170,8 +171,8 @@ def merged_moments(
 
 
 class _LatestCall(NamedTuple):
-    """Sums of the statistics over the query rows of the latest attention call of a site (attention module, self or
-    cross). They still grow if a further call continues the same sequences.
+    """Sums of the statistics over the query rows of the latest attention call at one site (attention module, self or
+    cross). Rows of later calls that continue the same sequences are added to them.
 
     Attributes:
         tally: sums over its query rows.

@@ -14,7 +14,7 @@ EXPECTED = "a boolean tensor (batch, tokens), True at tokens that are not paddin
 
 
 class StatedPadding:
-    """Statement of the user about which tokens are padding, for all attention calls of a model or for those in some
+    """User's statement about which tokens are padding, for all attention calls of a model or for the calls in some
     modules.
 
     Args:

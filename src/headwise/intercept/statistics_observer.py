@@ -55,8 +55,8 @@ ADDED_LATER = (
 
 class StatisticsObserver(Interceptor):
     """Interceptor that computes the statistics of every attention call of a model and adds them to `heads`, the result
-    of `watch`. If `capture`, a choice of attention weights, is not None, it also stores these weights of the last call
-    at each site (attention module, self or cross).
+    of `watch`. `capture` may select attention weights to store; those of the last call at each site (attention module,
+    self or cross) are kept.
 
     Args:
         model: the intercepted model.

@@ -20,8 +20,8 @@ PADDED_QUERIES_UNKNOWN = (
 
 
 class Stream(NamedTuple):
-    """Record of a self-attention call in the running call of the model. Its padding and tokens also apply to
-    cross-attention over the same tokens.
+    """Record of a self-attention call in the running call of the model. It is kept because cross-attention over the
+    same tokens has the same padding and token ids.
 
     Attributes:
         path: path of its module.

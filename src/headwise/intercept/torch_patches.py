@@ -29,9 +29,10 @@ from headwise.intercept.unreadable_tensors import has_no_numbers
 
 
 class TorchCalls(TorchFunctionMode):
-    """Torch function mode in the thread that enters it. It traces the functions that an intercepted model calls, also
-    as tensor methods: `scaled_dot_product_attention`, softmax, the functions that compute the input of a softmax, and
-    those that use its result. In a call of a model that follows a plan, it compares each function with the plan.
+    """Torch function mode that traces the functions that an intercepted model calls in one thread, also as tensor
+    methods: `scaled_dot_product_attention`, softmax, the functions that compute the input of a softmax, and those that
+    use its result. If the model's call follows a plan (stored facts about its attention), each function is compared
+    with the plan.
     """
 
     def __torch_function__(

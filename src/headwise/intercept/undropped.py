@@ -16,7 +16,7 @@ DROPOUT_NAMES = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_drop
 
 
 class _DropoutOff(TorchFunctionMode):
-    """Torch function mode in which torch's dropout functions return their input."""
+    """Torch function mode in which torch's dropout functions return their input unchanged."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -75,8 +75,8 @@ class _HeadOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _ModelCall:
-    """Data of the current call of the model in one thread: head outputs that still have to be compared with their
-    output projection, and calls of modules that may be output projections.
+    """Data of the current call of the model in one thread: head outputs that still have to be compared with the input
+    of their output projection, and calls of modules that may be output projections.
 
     Attributes:
         head_outputs: outputs of heads that wait for their projection, by the path of the attention module.
@@ -91,8 +91,8 @@ class _ModelCall:
 
 class WrittenNorms:
     """Matrices from which the statistic `written_norm` (norm of a head's output after the output projection) is
-    computed, for each attention module of a model. The output projection is found by its name. A call of the found
-    projection must then confirm that it is applied to the head outputs.
+    computed, for each attention module of a model. The output projection is found by its name. A call of that module
+    must then confirm that it is applied to the head outputs.
 
     Args:
         model: the model.

@@ -73,7 +73,7 @@ class LayerCall(NamedTuple):
     def needs_full_capacity(self) -> bool:
         """True if attention must run over all slots of a `StaticCache` (a cache of fixed size), not only over those
         with tokens. That is so with a bias, with returned weights, with a mask for a certain number of keys, and if
-        Python cannot read the number of stored tokens. Also True if the cache is not a `StaticCache`.
+        Python cannot read the number of stored tokens. Also True for any other cache, and without one.
         """
         if not isinstance(self.cache, StaticCache) or not self.cache.can_omit_empty_slots:
             return True
@@ -83,8 +83,8 @@ class LayerCall(NamedTuple):
 
 class ScoreParameters(NamedTuple):
     """Arguments of `attend` that change the scores of one layer call: scale, softcap, sink logits and talking-heads
-    matrices. The sink logits, and a scale that is a tensor, have one entry per score map (the scores of all queries and
-    keys). A head has one score map, or two in differential attention.
+    matrices. A score map is the scores of all queries and keys; a head has one, or two in differential attention. Sink
+    logits have one entry per score map, and so does a scale that is a tensor.
     """
 
     scale: float | Float[Tensor, " maps"]
@@ -125,15 +125,15 @@ class AttentionLayer(nn.Module):
     # -- parameters of the scores -----------------------------------------------------------------------------
 
     def _register_score_parameters(self, maps: int, **factory: Any) -> None:
-        """Register the learned parameters that the layer's option `scores` switches on, for `maps` score maps (one or
-        two per head). Register None for those that are switched off.
+        """Register the learned parameters that the layer's option `scores` switches on, and None for those that it
+        switches off. `maps` is the number of score maps, matrices of attention scores: one or two per head.
         """
         for name, shape in (self.scores or PLAIN_SCORES).parameter_shapes(maps).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if shape else None)
 
     def _reset_all(self, stacked: str, widths: tuple[int, ...]) -> None:
-        """Initialise all parameters of the layer. The projection called `stacked` is a fused one: its weight has parts
-        with `widths` rows, each of which is initialised as a matrix by itself.
+        """Initialise all parameters of the layer. The projection called `stacked` is a fused one: its weight consists
+        of several matrices, one below the other, with `widths` rows. Each of these matrices is initialised by itself.
         """
         for name, module in self.named_children():
             if isinstance(module, nn.Linear):
@@ -158,8 +158,8 @@ class AttentionLayer(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
     def _score_parameters(self, head_dim: int) -> ScoreParameters:
-        """Return the scale, softcap, sinks and talking-heads matrices for one call. The scale is `head_dim ** -0.5`
-        unless the layer's options state another one, divided by the learned temperature if there is one.
+        """Return the scale, softcap, sinks and talking-heads matrices for one call of the layer. The scale is `head_dim
+        ** -0.5`, or the one that the layer's options state. It is divided by the learned temperature if there is one.
         """
         parameters = self._parameters  # reading None from here takes less time than as an attribute
         if (
@@ -183,7 +183,7 @@ class AttentionLayer(nn.Module):
     def _split_heads(
         self, projected: Float[Tensor, "batch length width"], heads: int
     ) -> Float[Tensor, "batch {heads} length head_width"]:
-        """Return a view of projected queries, keys or values as `(batch, heads, length, head_width)`."""
+        """Return projected queries, keys or values, split into heads: a view `(batch, heads, length, head_width)`."""
         batch, length, width = projected.shape
         return projected.view(batch, length, heads, width // heads).transpose(1, 2)
 
@@ -204,8 +204,8 @@ class AttentionLayer(nn.Module):
         return prepare_qkv(q, k, v, rotary, positions, cache, lengths, call.needs_full_capacity, offsets)
 
     def _call_attend(self, inputs: AttentionInputs, call: LayerCall, parameters: ScoreParameters) -> HeadsAndWeights:
-        """Call `attend`, and return the output of each head, multiplied by the call's gate if there is one. Also return
-        the attention weights, or None if the call does not request them.
+        """Call `attend`, and return the output of each head. It is multiplied by the gate that the layer call passes,
+        if any. Also return the attention weights, or None if the layer call does not request them.
         """
         attended = attend(
             inputs.q,
@@ -230,8 +230,8 @@ class AttentionLayer(nn.Module):
         return attended, None
 
     def _commit(self, inputs: AttentionInputs, call: LayerCall) -> None:
-        """Write the keys and values of the new tokens to the cache. This is the last step of a call, so that a call
-        that fails leaves the cache unchanged.
+        """Write the keys and values of the new tokens to the cache. This is the last step of a layer call, so that a
+        call that fails leaves the cache unchanged.
         """
         if call.cache is not None and inputs.cache_update is not None:
             call.cache.commit(inputs.cache_update)
@@ -301,8 +301,8 @@ class AttentionLayer(nn.Module):
         return next((parameter for parameter in projection.parameters() if parameter.is_floating_point()), None)
 
     def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:
-        """Return the mask and the bias of a call. The masks of the caller, the cache and the layer are combined by `&`.
-        A float tensor passed as `mask` becomes the bias.
+        """Return the mask and the bias of a layer call. The masks of the caller, of the cache and of the layer are
+        combined by `&`. A float tensor that the caller passes as `mask` becomes the bias.
         """
         mask, bias = mask_and_bias(mask, bias)
         for other in (cache and cache.mask, self.mask):
@@ -311,7 +311,7 @@ class AttentionLayer(nn.Module):
         return mask, bias
 
     def _check_cache(self, cache: Any, lengths: Any, *, cross: bool = False, packed: bool = False) -> None:
-        """Raise `InputError` for a cache that is not a `Cache`, and for `lengths` without a cache. A cache is also
+        """Raise `InputError` for a `cache` that is not a `Cache`, and for `lengths` without a cache. Any cache is
         refused in cross-attention (`cross`) and with packed sequences (`packed`).
         """
         if cache is None:

@@ -107,8 +107,8 @@ class DifferentialAttention(MultiHeadAttention):
         self._reset_lambdas()
 
     def _reset_lambdas(self) -> None:
-        """Initialise the four learned vectors that determine lambda, the factor of the second attention maps. They are
-        drawn from a normal distribution with standard deviation 0.1 (Ye et al. 2024).
+        """Initialise the four learned vectors that determine lambda, the factor of each head's second attention map.
+        They are drawn from a normal distribution with standard deviation 0.1 (Ye et al. 2024).
         """
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("lambda_"):
@@ -125,8 +125,8 @@ class DifferentialAttention(MultiHeadAttention):
 
     def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
         """Return the output of each head: attention by the difference A1 - lambda A2 of its two softmax maps,
-        normalised and multiplied by 1 - lambda_init and by the gate. Also return A1 - lambda A2 as the weights, or None
-        if the call does not request them.
+        normalised, and multiplied by 1 - lambda_init and by the gate. Here lambda_init is the initial value of lambda.
+        Also return A1 - lambda A2 as the weights, or None if the layer call does not request them.
         """
         scale, softcap, sinks, _ = self._score_parameters(self.head_dim)
         factor, maps = None, []

@@ -222,8 +222,8 @@ class LatentAttention(AttentionLayer):
 
     def _attend_expanded(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
         """Attend to separate keys and values for each head. The projection `kv_up` computes them from the latent
-        vectors (DeepSeek-V2, equations 9 to 11 and 16 to 19). Return the head outputs, and the attention weights or
-        None if the call does not request them.
+        vectors (DeepSeek-V2, equations 9 to 11 and 16 to 19). Return the head outputs, and the attention weights, or
+        None if the layer call does not request them.
         """
         rotated, latent = torch.split(inputs.k, [self.rotary_dim, self.kv_rank], dim=-1)
         expanded = self._split_heads(project(self.kv_up, latent.squeeze(1)), self.num_heads)
@@ -233,9 +233,10 @@ class LatentAttention(AttentionLayer):
         return self._call_attend(inputs._replace(k=k, v=v), call, parameters)
 
     def _attend_absorbed(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
-        """Attend to the latent vectors c themselves. The two parts K and V of the projection `kv_up` multiply queries
-        and outputs instead: q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j. Return the head outputs, and
-        the attention weights or None if the call does not request them.
+        """Attend to the latent vectors c of the tokens, without computing keys K c and values V c. K and V are the two
+        parts of the projection `kv_up`. They multiply queries and outputs instead: q . (K c) = (q K) . c and sum_j A_j
+        (V c_j) = V sum_j A_j c_j. Return the head outputs, and the attention weights, or None if the layer call does
+        not request them.
         """
         rotated, content = torch.split(inputs.q, [self.rotary_dim, self.head_dim], dim=-1)
         if type(self.kv_up) is nn.Linear and not has_hooks(self.kv_up):
@@ -252,8 +253,8 @@ class LatentAttention(AttentionLayer):
 
     def _is_absorbed(self, absorbed: bool | None, *, queries: int, keys: int) -> bool:
         """Return True to attend to the latent vectors themselves, and False to attend to keys and values computed from
-        them. The result is the caller's `absorbed`. If that is None, return the choice with fewer multiplications. If
-        `kv_up` has a bias, return False, or raise `InputError` if `absorbed` is True.
+        them. The caller's `absorbed` decides. If it is None, the choice with fewer multiplications is returned. If the
+        projection `kv_up` has a bias, return False, or raise `InputError` if `absorbed` is True.
         """
         if absorbed is not None and not isinstance(absorbed, bool):
             raise InputError("absorbed", expected="True, False or None", got=repr(absorbed))
@@ -271,8 +272,8 @@ class LatentAttention(AttentionLayer):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of the one cached tensor. All heads share it: it has the rotated key and the latent
-        vector of each token.
+        """Number of heads and width of the one tensor that a cache stores for this layer. The tensor contains the
+        rotated key and the latent vector of each token. The number of heads is 1, since all heads share it.
         """
         return [(1, self.rotary_dim + self.kv_rank)]
 

@@ -40,8 +40,8 @@ def without_padding(
 ) -> tuple[Float[Tensor, "rows length embed"], LayerCall, Bool[Tensor, "batch queries"]]:
     """Convert a batch that is padded on the right so that padding has no effect. Return the new input, the call options
     for it, and a mask that is True at real tokens. The real tokens are packed end to end if that saves work and the
-    call allows it. Otherwise the padding is masked. The inputs at padding also become 0, because NaN or infinity there
-    would remain even with an attention weight of 0.
+    options allow it. Otherwise the padding is masked. Inputs at padding become 0, because NaN or infinity there would
+    affect the output even with an attention weight of 0.
     """
     # The mask may not prescribe a number of queries or keys, as a mask tensor does; nor may the gate have an axis of
     # queries.
@@ -70,8 +70,8 @@ def with_padding(
     *,
     is_packed: bool,
 ) -> tuple[Float[Tensor, "batch queries out"], Weights | None]:
-    """Undo `without_padding` for the output `y` and the weights: return them in the shape of the padded batch, with 0
-    at padding.
+    """Return the output `y` and the attention weights of a batch from which `without_padding` removed the padding, in
+    the shape of the padded batch. They are 0 at padding.
     """
     if is_packed:
         padded = y.new_zeros(is_real.numel(), y.shape[-1])
@@ -84,7 +84,7 @@ def with_padding(
 def output_and_weights(
     y: Float[Tensor, "batch queries out"], weights: Weights | None, *, has_batch: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what `forward` of a layer returns: the output, or a tuple of output and weights unless `weights` is None.
+    """Return the result of a layer's `forward`: the output, or a tuple of output and weights if `weights` is not None.
     The batch axis is removed if the layer's input had none (`has_batch` False).
     """
     if not has_batch:
@@ -141,8 +141,8 @@ def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, lik
 
 
 def _as_one_call(inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets) -> LayerCall:
-    """Return the call options with which one `attend` call computes all packed sequences. A mask keeps the sequences
-    apart. This is for offsets on a GPU, which Python does not read.
+    """Return options with which one call of `attend` computes all packed sequences at once. A mask keeps the sequences
+    apart. This is for offsets (starts of the sequences) on a GPU, which Python does not read.
     """
     assert isinstance(offsets.queries, Tensor)
     assert isinstance(offsets.keys, Tensor)
@@ -167,8 +167,9 @@ def _as_one_call(inputs: AttentionInputs, call: LayerCall, offsets: packed.Offse
 def each_sequence(
     inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
 ) -> Iterator[tuple[AttentionInputs, LayerCall]]:
-    """Yield the inputs and call options of each packed sequence, as a batch of one. If the offsets are on a GPU, which
-    Python does not read, yield once: all sequences together, kept apart by a mask.
+    """Yield the inputs and call options of each packed sequence, as a batch of one. If the offsets (starts of the
+    sequences) are on a GPU, Python does not read them. All sequences are then yielded together once, kept apart by a
+    mask.
     """
     if isinstance(offsets.queries, Tensor):
         yield inputs, _as_one_call(inputs, call, offsets)

@@ -37,7 +37,7 @@ every processor. Both switch the native kernel off. It is read by the first proj
 
 
 class LinearChoice(NamedTuple):
-    """Library that computes a linear projection (the engine), and the reason for this choice.
+    """Choice of the library (engine) that computes a linear projection, with the reason for this choice.
 
     Attributes:
         engine: "torch", "onednn" or "native".
@@ -65,8 +65,8 @@ class NativeRule(NamedTuple):
 
 @cache
 def engine_of(dtype: torch.dtype) -> LinearChoice:
-    """Return whether torch or oneDNN computes ordinary linear projections in `dtype` on this processor, with the
-    reason.
+    """Return the library that computes ordinary linear projections in `dtype` on this processor, torch or oneDNN, with
+    the reason.
 
     As measured in float32 (docs/lab-notes.md), oneDNN with AVX-512 takes about half the time of MKL without, and with
     the same instructions MKL is faster.
@@ -99,8 +99,8 @@ def engine_of(dtype: torch.dtype) -> LinearChoice:
 
 @cache
 def native_rule(dtype: torch.dtype) -> NativeRule:
-    """Return the rule for using the native kernel for few tokens in linear projections in `dtype` on this processor,
-    from measurements (docs/lab-notes.md).
+    """Return the rule that states which linear projections in `dtype` headwise's native kernel for few tokens computes
+    on this processor. The rules are from measurements (docs/lab-notes.md).
     """
     rows, smallest_weight, mkl_has_avx512 = range(0), 0, _mkl_uses_avx512()
     if wanted := _wanted():
@@ -134,8 +134,8 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
 
 
 def _wanted() -> str:
-    """Return "torch" or "onednn" if the environment variable HEADWISE_LINEAR names it, and an empty string if the
-    variable is not set. Raise `InputError` for other values.
+    """Return the library for linear projections that the environment variable HEADWISE_LINEAR names, "torch" or
+    "onednn". Return an empty string if the variable is not set. Raise `InputError` for other values.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "torch", "onednn"):
@@ -181,8 +181,8 @@ _pointwise = torch.ops.mkldnn._linear_pointwise.default
 def by_onednn(
     x: Float[Tensor, "*tokens width"], weight: Float[Tensor, "out width"], bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "*tokens out"]:
-    """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by oneDNN. A product that is too
-    small for oneDNN to be faster is computed by the native kernel or by torch, whichever is faster.
+    """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by oneDNN. For small products oneDNN
+    is not faster; headwise's native kernel or torch computes these, whichever is faster.
 
     OneDNN adds the products of a row one after another, so that its rounding error grows with the width of x. The width
     is therefore split into blocks, whose products are added: that keeps the error near that of MKL (docs/lab-notes.md,
@@ -204,8 +204,8 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
-    """Return True if oneDNN computes the product of x and the transposed weight faster than a library without AVX-512
-    does. The condition is that the product is large enough.
+    """Return True if a linear projection of x is large enough that oneDNN computes it faster than a library without
+    AVX-512 instructions does.
     """
     out, width = weight.shape
     rows = x.numel() // max(width, 1)
@@ -215,8 +215,8 @@ def gains(x: Tensor, weight: Tensor) -> bool:
 
 
 def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return True if the native kernel for few tokens is the fastest way to compute a linear projection of these
-    tensors.
+    """Return True if headwise's native kernel for few tokens is the fastest way to compute the linear projection of x
+    by `weight` and `bias`.
     """
     rule = native_rule(x.dtype)
     return (
@@ -230,14 +230,14 @@ def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias, computed by the native kernel for few tokens. The result has no gradient."""
+    """Return x weight^T + bias, computed by headwise's native kernel for few tokens. The result has no gradient."""
     result: Tensor = library.operator("linear_few_rows")(x.contiguous(), weight, bias)
     return result
 
 
 def _block_of(width: int) -> int:
-    """Return how many columns of x, of `width` in total, oneDNN multiplies at a time. The products of these blocks of
-    columns are added, so that the rounding error of long sums stays small.
+    """Return the number of columns of a matrix x that oneDNN multiplies at a time; x has `width` columns. The products
+    of these blocks of columns are added, so that the rounding error of long sums stays small.
     """
     least = 2 if width > WIDEST_UNSPLIT else 1
     return -(-width // max(-(-width // BLOCK), least))
@@ -266,8 +266,8 @@ def _registered() -> torch.library.Library:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias. oneDNN multiplies x in blocks of columns, and the products of the blocks are added. A
-    product that is too small for oneDNN to be faster is computed by the native kernel or by torch.
+    """Return x weight^T + bias. oneDNN multiplies x in blocks of columns, and the products of the blocks are added. For
+    small products oneDNN is not faster; headwise's native kernel or torch computes these.
     """
     if not gains(x, weight):
         if gains_by_few_rows(x, weight, bias):
@@ -282,8 +282,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias, computed by oneDNN. A weight or bias with gaps in memory is copied first. With such a
-    weight, oneDNN is a hundred times slower. It reads such a bias wrongly, as if there were no gaps.
+    """Return x weight^T + bias, computed by oneDNN. A weight or bias with gaps in memory is copied first. With gaps in
+    the weight, oneDNN would be a hundred times slower. With gaps in the bias, it would read wrong numbers.
     """
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()
@@ -336,15 +336,15 @@ _LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
 
 
 def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
-    """Return `linear(x)`. If `linear` is an ordinary `nn.Linear` on the CPU, the fastest of torch, oneDNN and the
-    native kernel computes it.
+    """Return `linear(x)`. If `linear` is an ordinary `nn.Linear` on the CPU, the fastest of torch, oneDNN and
+    headwise's native kernel computes it.
     """
     return projections(x, linear)[0]
 
 
 def projections(x: Float[Tensor, "*tokens width"], *linears: nn.Module) -> list[Float[Tensor, "*tokens _"]]:
-    """Return `linear(x)` for each of the modules `linears`, which project the same input. The fastest of torch, oneDNN
-    and the native kernel computes an ordinary `nn.Linear`.
+    """Return `linear(x)` for each of the modules `linears`, which project the same input. An ordinary `nn.Linear` is
+    computed by the fastest of torch, oneDNN and headwise's native kernel.
     """
     parameters = plain_parameters(x, *linears)
     if parameters is None:
@@ -353,9 +353,9 @@ def projections(x: Float[Tensor, "*tokens width"], *linears: nn.Module) -> list[
 
 
 def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple[Tensor, Tensor | None]] | None:
-    """Return the weight and bias of each module in `linears` if `F.linear` with these equals a call of the module. That
-    requires ordinary `nn.Linear` modules without hooks, and that neither oneDNN nor the native kernel is faster for x.
-    Otherwise return None.
+    """Return the weight and bias of each module in `linears` if `F.linear` may be called with them in place of the
+    modules. That requires ordinary `nn.Linear` modules without hooks, and that neither oneDNN nor headwise's native
+    kernel is faster for x. Otherwise return None.
 
     Callers use these instead of the modules, because calling a module and choosing its engine take longer than a small
     product.
@@ -399,7 +399,9 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
 
 
 def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
-    """Return `linear(x)`, computed by the library that is chosen for this call: torch, oneDNN or the native kernel."""
+    """Return `linear(x)`, computed by the library that is chosen for this input: torch, oneDNN or headwise's native
+    kernel.
+    """
     if torch.compiler.is_compiling():
         # The compiler may receive the operator `headwise::linear` in place of the call. It has no forward-mode
         # derivative, and decides when it runs whether the product is large enough for oneDNN.
@@ -443,8 +445,8 @@ def explain_linear(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Line
 
 
 def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
-    """Return which library computes the projection `linear(x)`, and the reason. `weight` and `bias` are the parameters
-    of `linear`.
+    """Return the library that computes the projection `linear(x)` (torch, oneDNN or headwise's native kernel), and the
+    reason. `weight` and `bias` are the parameters of `linear`.
     """
     if not (type(x) is Tensor and x.is_cpu):
         return NOT_PLAIN
@@ -463,7 +465,9 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return the reason that `F.linear`, and not oneDNN, computes this projection. Return None if oneDNN is faster."""
+    """Return the reason that torch's `F.linear`, and not oneDNN, computes a linear projection of x. Return None if
+    oneDNN is faster.
+    """
     if not torch._C._get_mkldnn_enabled():
         return "oneDNN is switched off"
     if x.dtype == torch.float32:
@@ -480,8 +484,8 @@ def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
 
 
 def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return the reason that calling this `nn.Linear` is not simply x weight^T + bias of ordinary tensors, such as a
-    hook or autocast. Return None if it is exactly that.
+    """Return the reason that a call `linear(x)` may differ from x weight^T + bias of ordinary tensors, such as a hook
+    or autocast. Return None if the two are the same.
     """
     if (
         _has_any_hooks(linear)
@@ -505,7 +509,9 @@ def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if a module has a forward hook, or a `forward` set on the instance, which may change its output."""
+    """Return True if a module has something that may change its output: a forward hook, or a `forward` set on the
+    instance.
+    """
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 

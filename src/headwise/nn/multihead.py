@@ -43,8 +43,8 @@ from headwise.shapes import Bool, Float, Int
 
 
 class ProjectedContext(NamedTuple):
-    """Keys and values of a context in cross-attention, projected and split into heads. `project_context` computes them
-    once, and then many calls of the same layer can attend to them.
+    """Keys and values of the second sequence in cross-attention (the context), projected and split into heads.
+    `project_context` computes them once, and then many calls of the same layer can attend to them.
 
     Attributes:
         k: keys, normalised if the layer has a `qk_norm`.
@@ -57,8 +57,8 @@ class ProjectedContext(NamedTuple):
 
 class LayerInputs(NamedTuple):
     """Input tensors of one layer call, after they have been checked, all with a batch axis: `x` for the queries,
-    `context` for the keys, and `value_context` for the values. In self-attention all three are x. `context` may also be
-    a `ProjectedContext` with finished keys and values; `value_context` is None then.
+    `context` for the keys, and `value_context` for the values. In self-attention all three are `x`. `context` may also
+    be a `ProjectedContext`, which has the keys and values already; `value_context` is None then.
     """
 
     x: Float[Tensor, "batch queries embed"]
@@ -67,8 +67,8 @@ class LayerInputs(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """Number of tokens that the keys are computed from in this call (those of x in self-attention). Cached tokens
-        are not counted.
+        """Number of tokens from which the keys are computed in this layer call: in self-attention those of x, otherwise
+        those of the context. Cached tokens are not counted.
         """
         return self.context.k.shape[2] if isinstance(self.context, ProjectedContext) else self.context.shape[1]
 
@@ -330,9 +330,9 @@ class MultiHeadAttention(AttentionLayer):
         return layout.output_and_weights(y, weights, has_batch=x.ndim == 3)
 
     def _short_call(self, x: Any, mask: Any, cache: Any) -> Float[Tensor, "batch queries out"] | None:
-        """Return the output of `forward` by a shorter path, with less overhead per call. It covers self-attention on
-        the CPU that needs only projections, rotation, cache and attention. Return None for all other calls, and if
-        another library than `F.linear` may be faster for the projections.
+        """Return the output of `forward` by a shorter path, with less overhead per layer call. It covers self-attention
+        on the CPU that needs only projections, rotation, cache and attention. Return None for all other calls, and if
+        another library than torch may be faster for the projections.
         """
         if not (
             type(self) is MultiHeadAttention
@@ -399,8 +399,8 @@ class MultiHeadAttention(AttentionLayer):
         context: Float[Tensor, "*batch keys context"],
         value_context: Float[Tensor, "*batch keys value_context"] | None = None,
     ) -> ProjectedContext:
-        """Return the keys and values of a context, projected and split into heads. They can be passed to many calls of
-        `forward` that attend to this context.
+        """Return the keys and values of a context (the second sequence in cross-attention), projected and split into
+        heads. They can be passed to many calls of `forward` that attend to this context.
 
         A decoder attends to the same encoder output in every step. `layer(x, layer.project_context(context))` equals
         `layer(x, context)`, and the projection is computed once.
@@ -422,8 +422,8 @@ class MultiHeadAttention(AttentionLayer):
     ) -> tuple[
         Float[Tensor, "batch maps_heads queries head_dim"], Float[Tensor, "batch maps_kv_heads keys head_dim"], Values
     ]:
-        """Return the queries, keys and values of a call: projected, split into heads, and queries and keys normalised
-        as the option `qk_norm` states. The keys and values of a `ProjectedContext` are returned unchanged.
+        """Return the queries, keys and values of a layer call, projected and split into heads. Queries and keys are
+        normalised as the option `qk_norm` states. The keys and values of a `ProjectedContext` are returned unchanged.
         """
         x, context, value_context = inputs
         query_heads, key_heads = self.maps * self.num_heads, self.maps * self.num_kv_heads
@@ -453,15 +453,16 @@ class MultiHeadAttention(AttentionLayer):
         return apply_norm(norm, self._split_heads(projected, heads))
 
     def _attend(self, inputs: AttentionInputs, call: LayerCall) -> HeadsAndWeights:
-        """Attend with the layer's position bias added to the scores. Return each head's output times the call's gate,
-        if there is one. Also return the attention weights, or None if the call does not request them.
+        """Compute attention with the layer's position bias added to the scores. Return each head's output times the
+        gate that the layer call passes, if any. Also return the attention weights, or None if the layer call does not
+        request them.
         """
         call = self._with_position_bias(inputs, call)
         return self._call_attend(inputs, call, self._score_parameters(self.head_dim))
 
     def _with_position_bias(self, inputs: AttentionInputs, call: LayerCall) -> LayerCall:
-        """Return the options of a call with the layer's position bias added to the bias that the caller passed. Without
-        a position bias, return them unchanged.
+        """Return the options of a layer call with the layer's position bias added to the bias that the caller passed.
+        If the layer has no position bias, return the options unchanged.
         """
         if self.position_bias is None:
             return call
@@ -474,8 +475,8 @@ class MultiHeadAttention(AttentionLayer):
     def _attend_packed(
         self, inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
     ) -> tuple[Float[Tensor, "1 heads queries value_dim"], None]:
-        """Return each head's output for packed sequences, and None in place of the attention weights. Each sequence
-        attends to itself or, in cross-attention, to the sequence of the context with the same index.
+        """Return each head's output for packed sequences, and None in place of the attention weights. In self-attention
+        each sequence attends to itself, and in cross-attention to the sequence of the context with the same index.
         """
         layout.check_packed_options(call, sequences=len(offsets.queries) - 1, num_heads=self.num_heads, like=inputs.q)
         heads: list[Tensor] = [inputs.q.new_zeros(1, 0, self.num_heads, self.value_dim)]
@@ -498,8 +499,8 @@ class MultiHeadAttention(AttentionLayer):
             raise InputError("fused_qkv", expected=f"contexts of width {self.embed_dim} like x", got=f"widths {widths}")
 
     def _checked_inputs(self, x: Any, context: Any, value_context: Any) -> LayerInputs:
-        """Return the input tensors of a call with a batch axis. Raise `InputError` if they do not fit the layer or each
-        other. If the context is None, it becomes x.
+        """Return the input tensors of a layer call with a batch axis. Raise `InputError` if they do not fit the layer
+        or each other. If `context` is None, the tensor x takes its place.
         """
         if isinstance(context, ProjectedContext):
             self._check_takes_context()
@@ -532,8 +533,8 @@ class MultiHeadAttention(AttentionLayer):
     def _checked_contexts(
         self, context: Any, value_context: Any
     ) -> tuple[Float[Tensor, "batch keys context"], Float[Tensor, "batch keys value_context"]]:
-        """Return the sources of the keys and of the values with a batch axis. Raise `InputError` if they do not fit the
-        layer or each other. Without a `value_context`, the context is the source of both.
+        """Return the two tensors from which keys and values are computed, with a batch axis. Without a `value_context`,
+        both are the context. Raise `InputError` if they do not fit the layer or each other.
         """
         self._check_takes_context()
         self._check_input("context", context, self.context_dim)

@@ -47,9 +47,9 @@ class Scores:
             flag(f"Scores({name})", getattr(self, name))
 
     def parameter_shapes(self, heads: int) -> dict[str, tuple[int, ...] | None]:
-        """Return the shape of each learned parameter of these options, by its name in the layer; None for a parameter
-        that is switched off. `heads` is the number of score maps: one per head, or two per head in differential
-        attention.
+        """Return the shape of each learned parameter that these options switch on, by its name in the layer; None for a
+        parameter that is switched off. `heads` is the number of score maps: one per head, or two per head in
+        differential attention.
         """
         matrix = (heads, heads) if self.talking_heads else None
         return {
@@ -91,7 +91,7 @@ class QKNorm:
 
     def module(self, heads: int, head_dim: int, **factory: Any) -> nn.RMSNorm | nn.LayerNorm:
         """Return a new norm module for the queries or keys of a layer. It normalises each head by itself, with width
-        `head_dim`, or all heads together with `over="heads"`. `factory` has the device and dtype of its weight.
+        `head_dim`, or all heads together with `over="heads"`. `factory` has the device and dtype of the norm's weight.
         """
         width = head_dim if self.over == "head" else heads * head_dim
         norm = nn.RMSNorm if self.kind == "rms" else nn.LayerNorm

@@ -219,7 +219,9 @@ def class_of_saved(loader: Any, config: Any) -> Any:
             dense = type(loader.from_config(config))
 
     class Pruned(dense):  # type: ignore[misc]
-        """Subclass of the dense model's class that removes heads when a model is created."""
+        """Subclass of the class of an unpruned model. When a model of this class is created, all heads except those
+        that its configuration lists are removed.
+        """
 
         def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
             super().__init__(config, *arguments, **named)

@@ -38,9 +38,9 @@ def storable(progress_type: type[ProgressT]) -> type[ProgressT]:
 
 class CheckpointedRun(Generic[ProgressT, TableT]):
     """Output folder of a run that can be stopped and resumed. During the run, the folder has one checkpoint file per
-    process. At the end, the result table replaces these files. `progress_type()` makes an empty partial result. The
-    JSON-compatible `settings` identify the run: only a run with equal settings is resumed. If `folder` is None, nothing
-    is written.
+    process. At the end, the result table replaces the checkpoint files. `progress_type()` makes an empty partial
+    result. A run is resumed only if its JSON-compatible `settings` are equal to those of the stopped run. If `folder`
+    is None, nothing is written.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
 
     @contextmanager
     def claimed(self, *, force: bool) -> Iterator[None]:
-        """Create the output folder, and lock it while the context is open. Raise `InputError` if it contains a run with
-        other settings. With `force`, delete the checkpoints and the result table of any run in it instead.
+        """Create the run's output folder, and lock it while the context is open. Raise `InputError` if the folder
+        contains a run with other settings. With `force`, delete the checkpoints and the result table of any run in the
+        folder instead.
         """
         flag("force", force)
         if self.folder is None:
@@ -97,8 +98,8 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return self._progress_type() if path is None or not path.exists() else self._read_checkpoint(path)
 
     def save_progress(self, progress: ProgressT, *, now: bool = False) -> None:
-        """Write a checkpoint of this process if 5 seconds have passed since the last one, or if `now` is True. If
-        writing takes long, the interval is longer.
+        """Write a checkpoint of this process's partial result if 5 seconds have passed since the last checkpoint, or if
+        `now` is True. If writing takes long, the interval is longer.
         """
         # A checkpoint that takes long to write is written less often, so that this takes a twentieth of the time.
         pause = CHECKPOINT_SECONDS * max(1.0, 4 * self._seconds_to_write)
@@ -134,8 +135,9 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             path.unlink(missing_ok=True)
 
     def _saved_settings(self) -> dict[str, Any]:
-        """Return the settings stored with the result table in the output folder. Only settings that also occur in this
-        run are returned; one that the table lacks is None. Return an empty dictionary if there is no readable table.
+        """Return the settings that are stored with the result table in the output folder, as far as this run has
+        settings of the same names. A setting that the table lacks is None. Return an empty dictionary if there is no
+        readable table.
         """
         if self.folder is None:
             return {}
@@ -164,8 +166,8 @@ def save_state(path: Path, settings: Mapping[str, Any], content: Mapping[str, An
 
 
 def load_state(path: Path, settings: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Return the state and settings that `save_state` wrote to a file. Raise `InputError` if the settings differ from
-    `settings`, or if the file cannot be read. `options` are passed to `torch.load`.
+    """Return the state of a run that `save_state` wrote to a file. Raise `InputError` if the run's settings in the file
+    differ from `settings`, or if the file cannot be read. `options` are passed to `torch.load`.
     """
     try:
         with torch.serialization.safe_globals(STORABLE):
@@ -191,8 +193,8 @@ def require_same_run(
     folder: str | Path, table_type: type[Table[Any]], known: Mapping[str, Any], *, force: bool
 ) -> None:
     """Raise `InputError` if a folder contains a finished or stopped run with other settings than a new run. `known` has
-    the settings of the new run that are known before its model is loaded, such as {"data": {"limit": 8}}; only these
-    are compared here, and `CheckpointedRun.claimed` compares all. With `force`, do nothing.
+    the settings of the new run that are known before its model is loaded, such as {"data": {"limit": 8}}. Only these
+    settings are compared. With `force`, do nothing.
     """
     run: CheckpointedRun[Any, Any] = CheckpointedRun(dict, table_type, folder, known)
     if force or run.folder is None:
@@ -210,8 +212,8 @@ def require_same_run(
 
 
 def _among(settings: Any, others: Any) -> Any:
-    """Return only those entries of a dictionary of settings whose names also occur in `others`. Nested dictionaries are
-    reduced likewise.
+    """Return only those entries of a dictionary of settings whose names also occur in `others`, a second dictionary.
+    Nested dictionaries are reduced in the same way.
     """
     if not (isinstance(settings, Mapping) and isinstance(others, Mapping)):
         return settings

@@ -26,7 +26,7 @@ STORABLE.extend((moments.Moments, moments.ClusterSums))
 @storable
 @dataclass
 class PassProgress:
-    """Progress of one pass over the batches of a data set. It counts all batches so far, including those that other
+    """Progress of one pass over the batches of a data set. All batches so far are counted, including those that other
     processes work on.
 
     Attributes:
@@ -65,8 +65,8 @@ class PassProgress:
 @storable
 @dataclass
 class SiteProgress(PassProgress):
-    """Progress of one pass over a data set, and the partial results of this process: `records` has the statistics of
-    the heads of each attention module so far.
+    """Progress of one pass over a data set, and the results of this process so far: `records` has the statistics of the
+    heads of each attention module.
     """
 
     records: list[SiteRecord] = field(default_factory=list)
@@ -81,9 +81,9 @@ class SiteProgress(PassProgress):
 
 
 def prepare_texts(dataset: Any, model: nn.Module, out: str | Path | None, *, shown: bool) -> Any:
-    """Tokenize the data set of a run if it is a `Texts`, with a context that the model accepts, and return it. `shown`
-    shows a progress bar. Raise `InputError` if the output folder `out` is inside the data. Other data sets are returned
-    unchanged.
+    """Return the data set of a run. A `Texts` is tokenized first, with a context (largest number of tokens) that the
+    model accepts; other data sets are returned unchanged. `shown` shows a progress bar. Raise `InputError` if the
+    output folder `out` is inside the data.
     """
     if not isinstance(dataset, Texts):
         return dataset
@@ -106,7 +106,7 @@ PassProgressT = TypeVar("PassProgressT", bound=PassProgress)
 
 
 class Pass(Generic[PassProgressT]):
-    """Pass of one process over its share of the batches of a data set. A stopped pass resumes after the last batch in
+    """One process's pass over its share of the batches of a data set. A stopped pass resumes after the last batch in
     its checkpoint. Of `n` processes, process `rank` works on batches rank, rank + n, rank + 2 n and so on.
 
     Attributes:
@@ -125,7 +125,7 @@ class Pass(Generic[PassProgressT]):
     ) -> PassProgressT:
         """Call `process_batch(batch, clusters)` for each batch of this process's share, except the batches that a
         stopped run has finished. `clusters` states which sequences are of the same document. `process_batch` adds its
-        results to `progress`, which also counts all batches, is written to checkpoints, and is returned. Raise
+        results to `progress`, which is written to checkpoints and returned. `progress` also counts the batches. Raise
         `InputError` if the data differs from that of the stopped run.
         """
         rank, world_size = rank_and_world_size()

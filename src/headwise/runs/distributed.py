@@ -35,7 +35,7 @@ def gather_from_ranks(part: ResultT) -> list[ResultT]:
 
 
 def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
-    """Call `action` on the process of rank 0 only, and return its result on every process. If it raises a
+    """Call `action` on the process of rank 0 only, and return its result on every process. If `action` raises a
     `HeadwiseError`, every process raises one, so that no process waits forever.
     """
     rank, world_size = rank_and_world_size()
@@ -57,14 +57,16 @@ def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
 
 
 class LocalProcess(NamedTuple):
-    """Position of this process among those of torchrun: `is_first` for rank 0, and the rank on this machine."""
+    """Position of this process among the processes that torchrun started: `is_first` is True for rank 0, and
+    `local_rank` is the rank on this machine.
+    """
 
     is_first: bool
     local_rank: int
 
     def device(self, name: str | None) -> torch.device:
-        """Return the device called `name`, or raise `InputError` if torch cannot use it. By default return a GPU, a
-        different one for each process on this machine as far as there are enough, or the CPU without GPUs.
+        """Return the torch device called `name`; raise `InputError` if torch cannot use it. By default return a GPU, or
+        the CPU if there is no GPU. The processes on this machine get different GPUs, as far as there are enough.
         """
         if name is None:
             has_gpu = torch.cuda.is_available()

@@ -141,8 +141,8 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sync(path: Path) -> None:
-    """Write a file, or the list of entries of a folder, from memory to disk. A file that was renamed in a folder,
-    before the folder was written in this way, still has its new name after a crash of the system.
+    """Write a file, or the list of entries of a folder, from memory to disk. If this is done for a folder after a file
+    in it was renamed, the file still has its new name after a crash of the system.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -179,8 +179,8 @@ def require_new_folder(folder: str | Path, *, force: bool = False) -> Path:
 def new_folder(folder: str | Path, *, force: bool = False) -> Iterator[Path]:
     """Yield an empty folder to fill. When the context ends without an error, the filled folder is moved to `folder`.
     `require_new_folder` states when an existing folder may be replaced. Even after a crash, `folder` is complete or
-    does not exist. The empty folder is inside a hidden folder next to `folder`. The hidden folder is removed at the end
-    or, after a crash, by the next call.
+    does not exist. Until it is moved, the filled folder is inside a hidden folder next to `folder`. The hidden folder
+    is removed at the end or, after a crash, by the next call.
     """
     target = require_new_folder(folder, force=force)
     created = [parent for parent in target.parents if not parent.exists()]

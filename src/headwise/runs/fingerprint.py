@@ -71,9 +71,10 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
 
 def identity_of(model: nn.Module) -> ModelIdentity:
     """Return the identity of a model: its number of attention modules, its dtype, and a hash of weights and
-    configuration. The hash leaves out parts that belong to the task: the output embeddings, and the modules named in
+    configuration. Parts that belong to the model's task are not hashed: the output embeddings, and the modules named in
     `HEADS`. Thus a model and the same model with another `transformers` task head have the same identity. If the model
-    has input embeddings, the hash is of the innermost module that contains them and all attention modules.
+    has input embeddings, only the weights of the innermost module that contains them and all attention modules are
+    hashed.
     """
     modules = dict(model.named_modules())
     paths = innermost_attention_modules(modules, modules)
@@ -105,8 +106,8 @@ def _architecture(model: Any) -> str | None:
 
 
 def _computing(fields: Any) -> Any:
-    """Return a configuration, as nested dictionaries, without the fields whose names match `IDLE`: those for training
-    and generation only.
+    """Return the fields of a model's configuration, as nested dictionaries, that can change what the model computes.
+    Fields for training and generation only, whose names match `IDLE`, are left out.
     """
     if not isinstance(fields, dict):
         return fields
@@ -161,8 +162,8 @@ def hashed_state(module: nn.Module, *, without: Sequence[str] = ()) -> Iterator[
 
 
 def _parts(name: str, value: Any) -> Iterator[Any]:
-    """Yield the parts of one entry of a `state_dict` that are hashed. They are the subclass's name, its settings and
-    the wrapped tensors for a tensor subclass that wraps other tensors, such as a quantised weight. Otherwise the only
+    """Yield the parts of one entry of a `state_dict` that are hashed. For a tensor subclass that wraps other tensors,
+    such as a quantised weight, these are the subclass's name, its settings and the wrapped tensors. Otherwise the only
     part is `value` itself.
     """
     if is_traceable_wrapper_subclass(value):
@@ -178,7 +179,7 @@ def _parts(name: str, value: Any) -> Iterator[Any]:
 
 
 def _has_memory(value: Tensor) -> bool:
-    """Return True if a tensor has memory of its own with its numbers, and False if, for example, the numbers are
+    """Return True if a tensor stores its numbers in memory of its own. Return False if, for example, the numbers are
     computed only when needed.
     """
     try:

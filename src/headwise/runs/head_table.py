@@ -34,8 +34,8 @@ class HeadTable(Table[HeadRowT]):
 
     @property
     def identity(self) -> ModelIdentity | None:
-        """Identity of the model that was measured, which comparisons of results check; None if the table does not state
-        it.
+        """Identity of the model that was measured, by which comparisons of results check that two results are of the
+        same model. None if the table does not state it.
         """
         stored = self.metadata.get("model", {}).get("attention")
         return None if stored is None else ModelIdentity(*stored)
@@ -78,7 +78,9 @@ class HeadTable(Table[HeadRowT]):
         )
 
     def _details(self) -> dict[str, str]:
-        """Return short texts about the model, the data and the settings of the run, by their name, for display."""
+        """Return short texts about the model, the data and the settings of the run, for display, by the name of each
+        text.
+        """
         model, settings = self.metadata.get("model", {}), self.metadata.get("settings", {})
         source = short_name((self.metadata.get("data") or {}).get("source", ""))
         sequences = self.metadata.get("measured", {}).get("sequences")

@@ -20,7 +20,7 @@ FORMAT = 1
 @dataclass(frozen=True)
 class JsonResult:
     """Base class of results that can be saved as JSON. Subclasses are frozen dataclasses. Their fields are numbers,
-    texts, mappings of these, dataclasses, named tuples, or tuples of all these.
+    texts, dataclasses or named tuples, or mappings or tuples of these.
 
     Attributes:
         ARGUMENT: name of the argument in errors.
@@ -77,8 +77,8 @@ class JsonResult:
 
 
 def require_each(argument: str, values: Iterable[tuple[Any, bool, str]]) -> None:
-    """Raise `InputError` for the first wrong value. Each of `values` is a triple: the value, True if it is right, and a
-    text that describes what is expected.
+    """Raise `InputError` for the first wrong value. `values` has a triple for each value: the value, True if it is
+    right, and a text that describes the expected value.
     """
     for value, is_right, expected in values:
         if not is_right:

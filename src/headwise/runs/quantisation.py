@@ -53,10 +53,10 @@ def quantisation_of(model: nn.Module) -> str | None:
 
 
 def _bits(weight: Float[Tensor, "rows columns"]) -> int | None:
-    """Return the number of bits from which a matrix was dequantised, or None. It is the smallest number that can encode
-    the different values in each block of 32 weights, along rows or along columns. None means that more than `MOST_BITS`
-    are needed, or that the few values have another cause: zeros, equal weights, copied heads, or a coarse
-    floating-point format.
+    """Return the number of bits from which a matrix of weights was dequantised: the smallest number that can encode the
+    different values in each block of 32 weights, along rows or along columns. Return None if more than `MOST_BITS` are
+    needed, or if the few values have another cause: zeros, equal weights, copied heads, or a coarse floating-point
+    format.
     """
     for part in (weight[:SAMPLED_ROWS], weight[:, :SAMPLED_ROWS].T):
         of_lines = part[:, : part.shape[1] // BLOCK * BLOCK].cpu().reshape(len(part), -1, BLOCK)
@@ -90,8 +90,8 @@ def _bits_of_blocks(of_lines: Float[Tensor, "lines blocks size"]) -> int | None:
 
 
 def _dense_blocks(of_lines: Float[Tensor, "lines blocks size"]) -> Float[Tensor, "dense size"]:
-    """Return the sorted values of each block of weights. Blocks that are mostly 0 are left out, because they have few
-    different values without quantisation, too.
+    """Return the sorted values of each block of weights. Blocks that are mostly 0 are left out: they have few different
+    values even if the weights were not quantised.
     """
     blocks = of_lines.flatten(0, 1).sort(1).values
     return blocks[(blocks == 0).sum(1) <= BLOCK // 2]

@@ -36,8 +36,8 @@ class MeanEstimate(NamedTuple):
     df: float
 
     def text(self, form: str = "z.4f") -> str:
-        """Return the mean as text, by default with four decimals, followed by `±` and the standard error with two
-        digits if that is known. An unknown mean becomes a dash.
+        """Return the mean as text, by default with four decimals. If the standard error is known, `±` and the error
+        with two digits follow. An unknown mean becomes a dash.
         """
         error = f"{self.sem:.2g}" if self.sem < 100 else f"{self.sem:,.0f}"
         has_error = math.isfinite(self.value) and math.isfinite(self.sem)
@@ -90,8 +90,8 @@ class MeanEstimate(NamedTuple):
 
     @staticmethod
     def exact(value: float, n: int = 1) -> "MeanEstimate":
-        """Return an estimate without a standard error, for a number that has no sampling error or whose error is
-        unknown. An example is a number that follows from a model's weights alone.
+        """Return an estimate of a number without a standard error, because the number has no sampling error or its
+        error is unknown. An example is a number that follows from a model's weights alone.
         """
         return MeanEstimate(value, math.nan, n, 0.0)
 
@@ -101,8 +101,8 @@ NO_ESTIMATE = MeanEstimate.exact(math.nan, 0)
 
 
 def moment_estimates(moments: RunningMoments) -> list[MeanEstimate]:
-    """Return one estimate for each head, or other column of values, from running sums: the mean with its standard error
-    or, for `RunningLargest`, the largest value.
+    """Return one estimate for each head, or other column of values, from running sums. The estimate is the mean with
+    its standard error or, for the sums of a `RunningLargest`, the largest value.
     """
     columns = moments.value, moments.standard_error, moments.documents.long(), moments.degrees_of_freedom
     return [MeanEstimate(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
@@ -114,8 +114,8 @@ MOST_SHOWN = 4
 
 @dataclass(frozen=True, repr=False)
 class Row:
-    """Row of a result table. Its fields identify what was measured, such as a head or a head setting, and each
-    statistic has an estimate with mean, standard error and sample size.
+    """Row of a result table. Its fields identify what was measured, such as one head of a model, and each statistic has
+    an estimate with mean, standard error and sample size.
 
     A subclass adds the identifying fields; they become the first columns of the table.
 

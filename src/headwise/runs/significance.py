@@ -57,7 +57,7 @@ def zero_tests(name: str, measured: Sequence[MeanEstimate]) -> dict[str, list[fl
 def one_sided_p_values(measured: Sequence[MeanEstimate], sign: int = 1, *, above: float = 0.0) -> list[float]:
     """Return the one-sided p-value of each mean by Student's t-test. It is small if the mean is larger than `above` or,
     for a `sign` of -1, smaller. It is NaN where the mean or its standard error is NaN. If all n samples have the same
-    value, larger than `above` (smaller for a `sign` of -1), the p-value is that of the sign test, 1 / 2^n.
+    value, on the tested side of `above`, the p-value is that of the sign test, 1 / 2^n.
     """
     centred = [each._replace(value=each.value - above) for each in measured]
     ratios = [sign * in_errors(each) for each in centred]
@@ -70,10 +70,10 @@ def one_sided_p_values(measured: Sequence[MeanEstimate], sign: int = 1, *, above
 
 
 def _is_constant(measured: MeanEstimate) -> bool:
-    """Return True if all samples have the same value, up to rounding, and it is not 0."""
+    """Return True if all samples behind a mean have the same value, up to rounding, and this value is not 0."""
     return measured.value != 0.0 and has_no_variance(measured)
 
 
 def has_no_variance(measured: MeanEstimate) -> bool:
-    """Return True if all samples have the same value, up to rounding."""
+    """Return True if all samples behind a mean have the same value, up to rounding."""
     return measured.sem <= ROUNDING * abs(measured.value)

@@ -38,7 +38,7 @@ HeadRowT = TypeVar("HeadRowT", bound=HeadRow)
 
 @dataclass(frozen=True)
 class Table(Generic[RowT]):
-    """Table of results: rows with the same statistics, and the settings of the run that measured them.
+    """Table of results of one run: rows with the same statistics, and the settings of the run.
 
     Attributes:
         rows: in the order of the model's layers, or in that of the units that were compared.
@@ -106,10 +106,11 @@ class Table(Generic[RowT]):
         return next((column for column in self.COLUMNS if column.name == name), column_named(name))
 
     def tests(self) -> dict[str, list[float]]:
-        """Test each statistic that is an effect, and return two columns for it. The one with the suffix `_p` has the
-        p-value of the mean by Student's t-test against the value that means no effect. The one with `_q` has the
-        p-values adjusted for the number of rows (Benjamini and Hochberg 1995): of the rows with an adjusted value of at
-        most 0.05, an expected share of at most 5 % has no effect. A mean of one sample has no p-value.
+        """Test each statistic that is an effect (such as a difference), and return two columns for it. The column with
+        the suffix `_p` has the p-value of the mean by Student's t-test against the value that means no effect. The one
+        with `_q` has the p-values adjusted for the number of rows (Benjamini and Hochberg 1995). Among rows with an
+        adjusted value of at most 0.05, the expected share without an effect is at most 5 %. A mean of one sample has no
+        p-value.
 
         Raises:
             MissingExtra: scipy is not installed.
@@ -164,9 +165,9 @@ class Table(Generic[RowT]):
 
     def save(self, folder: str | Path, *, force: bool = False) -> None:
         """Write the table and its metadata to a Parquet file in a folder, which is created if it does not exist. The
-        class attribute `NAME` determines the file's name, such as `profile.parquet` for profiles. If the file exists,
-        it is replaced with `force=True`; otherwise `InputError` is raised. If the result has further tables, each has a
-        file of its own.
+        class attribute `NAME` determines the file's name, such as `profile.parquet` for profiles. An existing file is
+        replaced with `force=True`; otherwise `InputError` is raised. If the result has further tables, each has a file
+        of its own.
 
         Each statistic becomes four columns: its mean, its standard error (`_sem`), its sample size (`_n`), and the
         degrees of freedom of the standard error (`_df`).
@@ -234,15 +235,15 @@ class Table(Generic[RowT]):
         return cls(tuple(rows), metadata, **samples, **parts)
 
     def _samples(self) -> tuple[list[Any], str] | None:
-        """Return data of single samples, such as documents, for `save` to write: a list of numbers for each row, and
-        one text for the whole table. By default there are none, and None is returned.
+        """Return the data of single samples, such as documents, that `save` must write: a list of numbers for each row,
+        and one text for the whole table. By default a table has no such data, and None is returned.
         """
         return None
 
     @classmethod
     def _from_samples(cls, lists: list[Any], shared: str) -> dict[str, Any]:
-        """Return keyword arguments for the class from the two parts that `_samples` returned: a list of numbers for
-        each row, and one text. By default there are none.
+        """Return keyword arguments for creating the table again from the stored data of single samples: a list of
+        numbers for each row (`lists`), and one text (`shared`). By default there are none.
         """
         return {}
 

@@ -20,9 +20,9 @@ from headwise.statistics.tally import Tally
 
 
 class WholeCall(NamedTuple):
-    """Description of an observer with only two effects: it adds each row block (some query rows of a call) to `tally`,
-    and passes the head outputs of all rows to `on_output`. For such an observer, kernels can compute the statistics of
-    a whole call without row blocks.
+    """Description of an observer (function that receives attention weights) with only two effects: it adds each row
+    block (some query rows of a call) to `tally`, and passes the head outputs of all rows to `on_output`. For such an
+    observer, kernels can compute the statistics of a whole call at once.
     """
 
     tally: Tally
@@ -42,7 +42,7 @@ def attend_observed(
     time). Return the answer: the output, and other results that the problem (the call's tensors and options) requests.
     By default the blockwise backend computes the weights and the answer. `compute` computes the answer instead in four
     cases: the backend does not support the problem, the weights are requested, the inputs are empty, or a key or value
-    is NaN or infinite. Blockwise attention would spread such a key or value to rows that do not attend to it.
+    is NaN or infinite. In the last case, blockwise attention would also change rows that do not attend to this key.
 
     If `whole_call` is passed, `observer` must have only the effects that it describes. Then kernels compute the
     statistics where they can, and `observer` is not called. On a CPU, native kernels do so in the pass that computes

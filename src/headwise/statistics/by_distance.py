@@ -48,8 +48,8 @@ def quantile_name(quantile: float) -> str:
 @dataclass(frozen=True)
 class DistanceStatistics(FurtherStatistics):
     """Statistics of how far a head attends: the smallest distances within which it has the shares `quantiles` of its
-    attention, and its shares within fixed distances. If `first` is above 0, they are also computed with the suffix
-    `_with_first`. Attention on the first `first` tokens of a sequence then counts as within any distance.
+    attention, and its shares within fixed distances. If `first` is above 0, a second version of each statistic has the
+    suffix `_with_first`. It counts attention on the first `first` tokens of a sequence as within any distance.
     """
 
     quantiles: tuple[float, ...]
@@ -63,8 +63,9 @@ class DistanceStatistics(FurtherStatistics):
         return tuple(name + suffix for suffix in suffixes for name in (*map(quantile_name, self.quantiles), "within"))
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None = None) -> "DistanceSums | str":
-        """Return empty sums for an attention call, or a text with the reason that there can be none. The reasons are
-        unknown distances between queries and keys, and first tokens that are needed but no longer cached.
+        """Return empty sums of attention weights by distance, for one attention call. If the statistics cannot be
+        computed, return the reason as text: distances between queries and keys are unknown, or first tokens that are
+        needed are no longer cached.
         """
         if "distance" in context.left_out:
             return NO_DISTANCES
@@ -75,9 +76,9 @@ class DistanceStatistics(FurtherStatistics):
 
 @dataclass
 class DistanceSums(FurtherSums):
-    """Sums of attention weights over query rows, by the distance between query and key. The `histogram` has two sums
-    for each distance 0, 1, 2, ...: of the weights on all keys, and of those on the first tokens only. Keys without a
-    position are left out.
+    """Sums of attention weights over query rows, by the distance between query and key. For each distance 0, 1, 2, ...,
+    the `histogram` has two sums: of the weights on all keys, and of the weights on the first tokens only. Keys without
+    a position are left out.
     """
 
     statistics: DistanceStatistics
@@ -112,8 +113,9 @@ class DistanceSums(FurtherSums):
 
     def values(self) -> Values:
         """Return the statistics of each sequence and head by name. For each of the `quantiles`, this is the smallest
-        distance within which a head has that share of its attention. In addition, "within" has the share within each of
-        `WITHIN_DISTANCES`: one value per head and distance, those of one head next to each other.
+        distance within which a head has that share of its attention. In addition, "within" has the head's share of
+        attention within each of the distances `WITHIN_DISTANCES`. It has one value per head and distance; the values of
+        one head are adjacent.
         """
         if self.histogram is None:
             return {}
@@ -169,8 +171,8 @@ def _sums_by_lag(
     lags: Int[Tensor, "#batch rows columns"],
     has_position: Tensor,
 ) -> Float[Tensor, "batch heads distances"]:
-    """Return, for each distance between query and key, the sum of the attention weights at this distance, for any
-    positions. `lags` has the signed distances. Keys for which `has_position` is False are left out.
+    """Return, for each distance between query and key, the sum of the attention weights at this distance. The positions
+    may have any order. `lags` has the signed distances. Keys for which `has_position` is False are left out.
     """
     distances = lags.abs().expand(len(weights), -1, -1).masked_fill(~has_position[:, None], 0)
     counted = weights.double().masked_fill(~has_position[:, None, None], 0.0).flatten(2)

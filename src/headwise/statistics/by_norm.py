@@ -55,8 +55,8 @@ LARGEST_DIFFERENCE = 1e-3
 @dataclass(frozen=True)
 class NormStatistics(FurtherStatistics):
     """Statistics of norm-weighted attention: each attention weight is multiplied by the norm of the key's value vector
-    after the output projection, and the products are divided by their sum over keys. For each statistic, the difference
-    from the same statistic of the attention weights is also included.
+    after the output projection, and the products are divided by their sum over keys. Each statistic also has a second
+    value: its difference from the same statistic of the attention weights.
     """
 
     measured: frozenset[str] | None = frozenset({"entropy", "output_norm"})
@@ -69,8 +69,8 @@ class NormStatistics(FurtherStatistics):
         return (*(name + suffix for name in row_statistics() for suffix in (BY_NORM, CHANGE)), MOVED, PREFERENCE)
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> "NormSums | str":
-        """Return empty sums for an attention call. If `slices`, the heads' slices of the output projection, are unknown
-        (None), return the reason as text.
+        """Return empty sums for the statistics of norm-weighted attention in one attention call. `slices` are the
+        heads' slices of the output projection; if they are unknown (None), return the reason as text.
         """
         return NO_PROJECTION if slices is None else NormSums(slices)
 
@@ -133,9 +133,9 @@ class NormSums(FurtherSums):
         return found | {name: (each / count, count > 0) for name, each in zip((MOVED, PREFERENCE), sums, strict=True)}
 
     def _has_values(self, row_block: RowBlock) -> bool:
-        """Return True if the value vectors in a row block are known to be those that the attention weights average. To
-        check this, the output of the block's last row is compared with the sum of weights times values; they must be
-        equal up to rounding.
+        """Return True if a row block (weights of some query rows) is known to have the value vectors that the attention
+        weights average. To check this, the output of the block's last row is compared with the sum of weights times
+        values; the two must be equal up to rounding.
         """
         values, grid = row_block.values, row_block.grid
         if values is None or row_block.out is None or values.shape[::2] != (grid.batch, grid.keys):
@@ -176,8 +176,9 @@ def key_norms(row_block: RowBlock, slices: HeadSlices) -> Float[Tensor, "batch h
 
 
 def _norm_block(row_block: RowBlock, norms: Float[Tensor, "batch heads columns"]) -> RowBlock:
-    """Return a row block with norm-weighted attention in place of the attention weights: each weight is multiplied by
-    the norm in `norms` for its head and key, and divided by the sum of these products over the keys.
+    """Return a row block (weights of some query rows) with norm-weighted attention in place of the attention weights.
+    Each weight is multiplied by the norm in `norms` for its head and key, and divided by the sum of these products over
+    the keys.
     """
     stacked, tile = row_block.powers.shape, row_block.tile
     powers = tile.by_head(row_block.powers).abs().mul_(norms[:, :, None]).reshape(stacked)

@@ -31,9 +31,9 @@ ROUNDING = 16.0
 
 @dataclass(frozen=True)
 class PositionStatistics(FurtherStatistics):
-    """Statistics by query position: the mean of each statistic in bins of positions, and the slope of its values on the
-    logarithm of the position. `edges` has the first position of each bin, in ascending order, and the position after
-    the last bin.
+    """Statistics by query position: the mean of each statistic in bins of positions, and the slope of the statistic
+    against the logarithm of the position. `edges` has the first position of each bin, in ascending order, and the
+    position after the last bin.
     """
 
     edges: tuple[int, ...]
@@ -43,8 +43,8 @@ class PositionStatistics(FurtherStatistics):
         return tuple(name + suffix for name in row_statistics() for suffix in (BY_POSITION, SLOPE))
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None = None) -> "PositionSums | str":
-        """Return empty sums for an attention call. If the positions of its queries are unknown, return the reason as
-        text.
+        """Return empty sums of the statistics by query position, for one attention call. If the positions of its
+        queries are unknown, return the reason as text.
         """
         if context.query_positions is None:
             return POSITIONS_UNKNOWN
@@ -53,8 +53,8 @@ class PositionStatistics(FurtherStatistics):
 
 @dataclass
 class PositionSums(FurtherSums):
-    """Sums of each statistic over the query rows in each bin of query positions. Also the sums that a least-squares
-    line of the values against the logarithm of the position needs.
+    """Sums of each statistic over the query rows in each bin of query positions. Further sums are those that a
+    least-squares fit of the values against the logarithm of the position needs.
 
     Attributes:
         positions: position of each query in its sequence, from 0.
@@ -72,8 +72,8 @@ class PositionSums(FurtherSums):
     rounding: float = 0.0
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None = None) -> None:
-        """Add the values of some query rows to the sums of the bins that their positions are in, in place. The same
-        rows may be added again with other statistics.
+        """Add values of statistics for some query rows, in place, to the sums of the bins that contain the rows'
+        positions. The same rows may be added again with values of other statistics.
         """
         rows = slice(measured.rows.start, measured.rows.stop)
         self.rounding = max(self.rounding, ROUNDING * torch.finfo(measured.values.dtype).eps)
@@ -112,8 +112,8 @@ class PositionSums(FurtherSums):
 
     def values(self) -> Values:
         """Return two results per statistic, for each sequence and head: the mean in each bin of query positions, and
-        the least-squares slope of the values on the logarithm of the position. The means have shape `(batch, heads *
-        bins)`, with the bins of one head next to each other. A slope that could be due to rounding alone is set to 0.
+        the least-squares slope of the values against the logarithm of the position. The means have shape `(batch, heads
+        * bins)`, with the bins of one head next to each other. A slope that could be due to rounding alone is set to 0.
         Rounding errors have the same sign in many sequences, so they would look like a real slope.
         """
         if self.sums is None:

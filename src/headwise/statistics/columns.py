@@ -9,7 +9,8 @@ from headwise.statistics.registry import STATISTICS
 
 @dataclass(frozen=True)
 class Column:
-    """Description of one number that a result states for each of its rows, such as a statistic: name, meaning and unit.
+    """Description of one number that a result table has for each of its rows, such as a statistic: name, meaning and
+    unit.
 
     Attributes:
         name: name of the column.
@@ -28,13 +29,13 @@ class Column:
     null: float = 0.0
 
     def derived(self, name: str, how: str, **changes: Any) -> "Column":
-        """Return the description of another number, called `name`, that is computed from this one. The words `how` are
-        added to its meaning; `changes` are new values of other attributes.
+        """Return the description of a second number, called `name`, that is computed from the number that this object
+        describes. The words `how` are added to the meaning; `changes` are new values of other attributes.
         """
         return replace(self, name=name, meaning=f"{self.meaning.removesuffix('.')}, {how}.", **changes)
 
     def on_page(self, source: str) -> PageStatistic:
-        """Return the description of this number for an HTML page. `source` names what it was measured on."""
+        """Return the description of this number for an HTML page. `source` names the result that has the number."""
         return PageStatistic(self.name, self.unit, self.meaning, source)
 
 
@@ -56,8 +57,8 @@ CHANGES = tuple(
 
 
 def column_named(name: str) -> Column:
-    """Return the description of a statistic of attention weights by its name. The suffix `_random` means that it was
-    measured on random tokens that repeat. For an unknown name, the description has only the name.
+    """Return the description of a statistic of attention weights by its name. In a name with the suffix `_random`, the
+    statistic was measured on random tokens that repeat. For an unknown name, the description has only the name.
     """
     statistic = STATISTICS.get(name.removesuffix(RANDOM_SUFFIX))
     if statistic is None:

@@ -53,8 +53,8 @@ there are more sequences and heads.
 @dataclass(frozen=True, eq=False)
 class KernelInputs:
     """Tokens, positions and padding of an attention call in the form that the statistics kernels read. All layers of a
-    model share them. The fields up to `is_counted` are arguments of the kernels' operator; `StatisticsCall` describes
-    them.
+    model share one object. The fields up to `is_counted` are arguments of the kernels' operator; `StatisticsCall`
+    describes them.
 
     Attributes:
         has_value: True at the rows in which a statistic is defined, by its name, for those not defined in all.
@@ -76,9 +76,9 @@ class KernelInputs:
     def means(
         self, context: CallContext, has_projection: bool, has_softcap: bool, measured: frozenset[str] | None
     ) -> tuple[frozenset[str], "_Means"]:
-        """Return two values for the call that this object describes. The first is the names of the statistics that the
-        call does not have, or that are not wanted. The second states, for the other statistics, which results of the
-        kernels are averaged over which query rows.
+        """Return two values for the attention call that this object describes. The first is the names of the statistics
+        that the call does not have, or that are not wanted. The second states, for all other statistics that are means
+        over query rows, which number of the kernels is averaged, and over which rows.
 
         Args:
             context: tokens and padding of the call.
@@ -111,7 +111,9 @@ class KernelInputs:
 
     @cached_property
     def whole(self) -> tuple[Tensor | int | None, ...]:
-        """Arguments of the kernels' operator for the whole score matrix."""
+        """Arguments with which the kernels' operator computes the statistics of the whole score matrix: tokens,
+        positions and padding.
+        """
         return tuple(
             each.contiguous() if isinstance(each, Tensor) else each
             for each in (
@@ -121,8 +123,8 @@ class KernelInputs:
         )
 
     def arguments(self, part: Part) -> tuple[Tensor | int | None, ...]:
-        """Return the arguments of the kernels' operator for `part`, a rectangle of the score matrix. In them, key
-        indices count from the first column of the part.
+        """Return the arguments with which the kernels' operator computes the statistics of `part`, a rectangle of the
+        score matrix. Key indices among them are counted from the first column of the rectangle.
         """
         rows, columns = (slice(axis.start, axis.stop) for axis in part)
         return (
@@ -135,7 +137,8 @@ class KernelInputs:
 
 
 class _Means(NamedTuple):
-    """Statistics that are means over rows, and where they are among the numbers that the kernels compute.
+    """Statistics that are means over query rows, each with its place in the list of numbers that the kernels compute
+    for a row.
 
     Attributes:
         names: their names.
@@ -156,8 +159,8 @@ _cached: WeakKeyDictionary[CallContext, dict[tuple[int, int, int], KernelInputs]
 
 def kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs | None:
     """Return the tokens, positions and padding of an attention call in the form that the statistics kernels read.
-    Return None if the key positions do not ascend one by one. The result is cached for calls of other layers, unless
-    the positions were passed to this call only.
+    Return None if the key positions do not ascend one by one. The result is cached for the calls of other layers,
+    unless the positions were passed to this call only.
     """
     grid = problem.grid
     is_of_context = context.positions is not None or grid.uses_default_positions
@@ -203,9 +206,9 @@ def kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs | None
 
 
 def why_not(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str | None:
-    """Return the reason that the kernels cannot compute statistics of this attention call, as one sentence. Return None
-    if they can compute the statistics named in `COMPUTED`. `measured` has the names of the wanted statistics; None
-    means all.
+    """Return the reason that headwise's kernels cannot compute the statistics of one attention call, as one sentence.
+    Return None if they can compute those statistics that `COMPUTED` names. `measured` has the names of the wanted
+    statistics; None means all.
     """
     wanted = STATISTICS.keys() if measured is None else measured
     if wanted.isdisjoint(COMPUTED):
@@ -224,15 +227,15 @@ def why_not(problem: Problem, context: CallContext, measured: frozenset[str] | N
 
 
 def left_to_blocks(measured: frozenset[str] | None = None) -> Set[str]:
-    """Return the names of the statistics that the kernels do not compute, so that they have to be added up from row
-    blocks. `measured` has the names of the wanted statistics; None means all.
+    """Return the names of the statistics that the kernels do not compute. They are computed from row blocks (attention
+    weights of some query rows) instead. `measured` has the names of the wanted statistics; None means all.
     """
     return (STATISTICS.keys() if measured is None else measured) - COMPUTED
 
 
 def explain(problem: Problem, context: CallContext, measured: frozenset[str] | None = None) -> str:
-    """Return a text that states what computes the statistics of an attention call (kernels or row blocks), and why.
-    `measured` has the names of the wanted statistics; None means all.
+    """Return a text that states how the statistics of an attention call are computed, and why: by kernels, or from row
+    blocks (attention weights of some query rows). `measured` has the names of the wanted statistics; None means all.
     """
     reason = why_not(problem, context, measured)
     if reason is not None:
@@ -250,8 +253,8 @@ def is_on_gpu(problem: Problem) -> bool:
 
 
 def fastest_or_reference(problem: Problem) -> Answer:
-    """Compute an attention call by the fastest backend that supports it, and return the answer. The reference backend
-    computes calls that no other supports.
+    """Compute an attention call by the fastest backend that supports it, and return the answer. Calls that mix heads
+    (talking heads) are computed by the reference backend.
     """
     if problem.talking is not None:
         return reference.run(problem)
@@ -264,9 +267,9 @@ def attend_tallied(
     tally: Tally,
     compute: Callable[[Problem], Answer] = fastest_or_reference,
 ) -> Answer | None:
-    """Compute one attention call and return its answer. Also add the statistics in `COMPUTED` of its attention weights
-    to `tally`. On a CPU, native kernels compute both. On a GPU, `compute` computes the answer, and Triton kernels the
-    statistics.
+    """Compute one attention call and return its answer. Also add statistics of its attention weights, those that
+    `COMPUTED` names, to `tally`. On a CPU, native kernels compute the answer and the statistics. On a GPU, `compute`
+    computes the answer, and Triton kernels the statistics.
 
     On a CPU, if a row or its projection is not finite, return None, and leave the tally unchanged: one bad value would
     spread to rows that do not attend to it. The Triton kernels read no values, so a bad query or key changes the rows
@@ -307,9 +310,9 @@ def _in_parts(
     problem: Problem, inputs: KernelInputs, compute: Callable[[Part, tuple[Any, ...]], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
     """Return the results of the statistics kernels for a whole attention call. `compute` runs the kernels on one
-    rectangle of the score matrix: normally all of it, but several in turn if the mask is too large to be evaluated at
-    once. The last two results are sums for each key. The one before them has the query rows on its last axis, the
-    others on their third.
+    rectangle of the score matrix. This is normally the whole matrix, but if the mask is too large to be evaluated at
+    once, there are several rectangles. The last two results are sums for each key. The one before them has the query
+    rows on its last axis, the others on their third.
     """
     visible = None if problem.mask is None else visible_keys(problem.mask, problem.grid)
     parts = None if visible is None else visible.parts()

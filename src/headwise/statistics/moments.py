@@ -48,9 +48,9 @@ def separate_clusters(sequences: range) -> Clusters:
 
 
 def with_several_values(clusters: Clusters) -> Clusters:
-    """Return the cluster numbers for data with several values per sequence, which depend on each other. A negative
-    number marks a sequence that is the only one of its cluster. It becomes nonnegative, because several values of this
-    sequence now form the cluster.
+    """Return the cluster numbers for data with several values per sequence, which depend on each other. In `clusters`,
+    a negative number marks a sequence that is the only one of its cluster. It becomes nonnegative, because the cluster
+    now has several values, all of this sequence.
     """
     return torch.where(clusters < 0, ALONE - clusters, clusters)
 
@@ -67,15 +67,15 @@ class Moments:
 
     @staticmethod
     def of(values: Float[Tensor, "values heads"], is_value: Bool[Tensor, "values heads"]) -> "Moments":
-        """Return the moments of each head's values. Only values at which `is_value` is True are included, even if they
-        are NaN.
+        """Return the count, mean and squared deviations of each head's values. Only values at which `is_value` is True
+        are included, even if they are NaN.
         """
         count = is_value.sum(0).double()
         mean = values.masked_fill(~is_value, 0.0).sum(0) / count.clamp(min=1)
         return Moments(count, mean, ((values - mean).masked_fill(~is_value, 0.0) ** 2).sum(0))
 
     def merge(self, other: "Moments") -> "Moments":
-        """Return the moments of the union of two sets of values, for the same heads."""
+        """Return the moments (count, mean, squared deviations) of the union of two sets of values of the same heads."""
         count = self.count + other.count
         share = other.count / count.clamp(min=1)
         difference = other.mean - self.mean
@@ -106,7 +106,9 @@ class ClusterSums:
         )
 
     def merge(self, other: "ClusterSums") -> "ClusterSums":
-        """Return the numbers and sums of the union of two sets of values. A cluster has the same number in both."""
+        """Return the numbers and sums of the values in each cluster, for the union of two sets of values. A cluster has
+        the same number in both sets.
+        """
         size = max(len(self.counts), len(other.counts))
         padded = [
             [F.pad(each, (0, 0, 0, size - len(each))) for each in (sums.counts, sums.sums)] for sums in (self, other)
@@ -116,8 +118,8 @@ class ClusterSums:
 
 @dataclass
 class RunningMoments:
-    """Sums from which the mean of each head's values and its standard error are computed. Values of one cluster (the
-    sequences of one document) may depend on each other. The sums of two sets of values can be merged.
+    """Sums from which the mean of each head's values and its standard error are computed. Values of one cluster, such
+    as the sequences of one document, may depend on each other. The sums of two sets of values can be merged.
 
     The standard error is that of the jackknife over clusters. With n values, their mean m, and G clusters of n_g
     values, its square is (G - 1) / G times the sum over clusters of (sum over the cluster of x - m)^2 / (n - n_g)^2
@@ -140,9 +142,9 @@ class RunningMoments:
         is_value: Bool[Tensor, "sequences heads"] | None = None,
         clusters: Clusters | None = None,
     ) -> "RunningMoments":
-        """Return the moments of each head's values, with one value per sequence. Only values at which `is_value` is
-        True are included, by default all that are not NaN. `clusters` states which sequences depend on each other; None
-        if all are independent.
+        """Return the running moments (for mean and standard error) of each head's values, with one value per sequence.
+        Only values at which `is_value` is True are included, by default all that are not NaN. `clusters` states which
+        sequences depend on each other; None if all are independent.
         """
         is_value = ~values.isnan() if is_value is None else is_value
         is_clustered = clusters is None or len(clusters) == len(values)
@@ -171,7 +173,9 @@ class RunningMoments:
         return [RunningMoments(*part, self.is_clustered) for part in zip(alone, clustered, strict=True)]
 
     def merge(self, other: "RunningMoments") -> "RunningMoments":
-        """Return the moments of the union of two sets of values, for the same heads."""
+        """Return the running moments (for mean and standard error) of the union of two sets of values, for the same
+        heads.
+        """
         assert type(other) is type(self), "two kinds of one statistic"
         is_clustered = self.is_clustered and other.is_clustered
         return RunningMoments(self.alone.merge(other.alone), self.clustered.merge(other.clustered), is_clustered)
@@ -183,8 +187,8 @@ class RunningMoments:
 
     @property
     def documents(self) -> Float[Tensor, " heads"]:
-        """Number of independent samples among each head's values. Values of one cluster count as one sample; every
-        other value counts as one.
+        """Number of independent samples among each head's values. All values of one cluster (such as those of one
+        document) count as one sample; every value without a cluster counts as one.
         """
         return self.alone.count + (self.clustered.counts > 0).sum(0)
 
@@ -224,8 +228,8 @@ class RunningMoments:
 
 @dataclass
 class RunningLargest(RunningMoments):
-    """Largest value of each head, instead of the mean; -inf if there are no values. As in `RunningMoments`, values and
-    independent samples are counted, and two sets of values can be merged. A largest value has no standard error.
+    """Largest value of each head, in place of the mean that `RunningMoments` has; -inf if there are no values. Values
+    and independent samples are counted, and two sets of values can be merged. A largest value has no standard error.
     """
 
     largest: Float[Tensor, " heads"] = field(kw_only=True)

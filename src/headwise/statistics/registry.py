@@ -103,7 +103,8 @@ def _largest_logit(
     name: str, meaning: str, definition: str, scores: Callable[[RowBlock], Float[Tensor, "kv stacked 1"] | None]
 ) -> FromSums:
     """Return the definition of a statistic: the largest attention score of each head. The function `scores` returns the
-    largest score of each query row of a row block. Rows that are padding or have no visible key are left out.
+    largest score of each query row in a row block (some query rows of a call). Rows that are padding or have no visible
+    key are left out.
     """
 
     def contribute(row_block: RowBlock) -> Sums | None:
@@ -125,9 +126,9 @@ def _largest_logit(
 
 
 def _received_sums(row_block: RowBlock) -> Sums:
-    """Return two sums for each key over the query rows of a block: the attention weight that it received, and the
-    number of rows that may attend to it. Both are `(batch, heads, keys)` in float64. Rows that are padding or have no
-    visible key are left out.
+    """Return two sums for each key over the query rows of a row block: the attention weight that the key received, and
+    the number of rows that may attend to it. Both are `(batch, heads, keys)` in float64. Rows that are padding or have
+    no visible key are left out.
     """
     totals = []
     for columns in row_block.received:

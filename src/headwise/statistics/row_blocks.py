@@ -63,8 +63,8 @@ def row_blocks_of_weights(
     scores: tuple[Scores | None, Scores | None] = (None, None),
 ) -> Iterator[RowBlock]:
     """Split existing attention weights into row blocks (some of the query rows, for all heads and keys), and yield
-    them. `visible(rows)` returns a mask that is True where a row may attend to a key; hidden keys at its end may be
-    missing. By default, keys of weight 0 are hidden. The head outputs are `out` or, with `with_output`, the weights
+    them. `visible(rows)` returns a mask that is True where a row may attend to a key. The mask may lack hidden keys at
+    its end. By default, keys of weight 0 are hidden. The head outputs are `out` or, with `with_output`, the weights
     times `values`. `scores` has the attention scores after and before a softcap.
     """
     batch, heads, queries, keys = weights.shape
@@ -87,8 +87,8 @@ def row_blocks_of_weights(
 
 
 def _row_ranges(grid: Grid) -> Iterator[range]:
-    """Split the query rows of a call into consecutive ranges, and yield these. The float32 weights of a range have at
-    most `ROW_BLOCK_BYTES`; a range of a single row may have more.
+    """Split the query rows of a call into consecutive ranges, and yield the ranges. The float32 attention weights of
+    the rows in a range have at most `ROW_BLOCK_BYTES`; a range of a single row may have more.
     """
     step = max(1, ROW_BLOCK_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))
     for start in range(0, grid.queries, step):

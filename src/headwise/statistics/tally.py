@@ -52,8 +52,8 @@ class MeasuredRows(NamedTuple):
 class FurtherSums:
     """Base class of sums over query rows from which additional statistics (`FurtherStatistics`) are computed. The rows
     are from one attention call, or also from later calls with the next tokens of the same sequences. Rows that are
-    padding or have no visible key are left out. The sums of all modules stay in memory until their next call, which may
-    continue them.
+    padding or have no visible key are left out. The sums of a module stay in memory until the module's next call, which
+    may continue them.
 
     Attributes:
         needs_weights: True if the sums need attention weights, and not only the statistics of each row.
@@ -65,9 +65,9 @@ class FurtherSums:
     refused: str | None = None
 
     def add(self, measured: MeasuredRows, row_block: RowBlock | None) -> None:
-        """Add the values of some query rows to the sums, in place. `row_block` has the attention weights of these rows,
-        or is None if the sums do not need them. If `needs_weights` is False, the same rows may be added again with
-        other statistics.
+        """Add the values of statistics for some query rows to the sums, in place. `row_block` has the attention weights
+        of these rows, or is None if the sums do not need them. If `needs_weights` is False, the same rows may be added
+        again with values of other statistics.
         """
         raise NotImplementedError
 
@@ -76,13 +76,15 @@ class FurtherSums:
         raise NotImplementedError
 
     def values(self) -> Values:
-        """Return the values of the statistics for each sequence, computed from the sums, by the statistic's name."""
+        """Return the values of the additional statistics for each sequence, computed from these sums, by the
+        statistic's name.
+        """
         raise NotImplementedError
 
 
 class FurtherStatistics:
-    """Base class of statistics that a `Tally` (sums over the query rows of attention calls) computes in addition to its
-    standard ones. A subclass has its own sums.
+    """Base class of additional statistics. A `Tally` (sums over the query rows of attention calls) computes them after
+    its standard ones, from sums that a subclass defines.
 
     Attributes:
         measured: names of the statistics of `STATISTICS` that the tally computes; None for all.
@@ -95,13 +97,13 @@ class FurtherStatistics:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the additional statistics."""
+        """Names of the additional statistics that this object computes."""
         raise NotImplementedError
 
     def start(self, grid: Grid, context: CallContext, slices: HeadSlices | None) -> FurtherSums | str:
-        """Return empty sums for an attention call. If the sums cannot be computed for the call's module, return the
-        reason instead: the start of a sentence that ends with module paths. `slices` are the heads' slices of the
-        output projection, or None if they are unknown or not needed.
+        """Return empty sums for the additional statistics of one attention call. If they cannot be computed for the
+        call's module, return the reason instead: the start of a sentence that ends with module paths. `slices` are the
+        heads' slices of the output projection, or None if they are unknown or not needed.
         """
         raise NotImplementedError
 
@@ -109,8 +111,8 @@ class FurtherStatistics:
 @dataclass
 class Tally:
     """Sums of every statistic over the query rows of one attention call, for each sequence and head. Rows are added in
-    blocks. Tallies of different rows of the same sequences can be merged, such as those of later calls with cached
-    keys.
+    blocks. Two tallies of different rows of the same sequences can be merged, such as those of a first call and of a
+    later call with cached keys.
 
     Attributes:
         gram: `W_h^T W_h` of each head's slice of the output projection, for `written_norm`; None if unknown.
@@ -161,8 +163,8 @@ class Tally:
                 total[sequences, heads] = statistic.merge(total[sequences, heads], part)
 
     def add_rows(self, rows: MeasuredRows, batch: int, heads: int) -> None:
-        """Add the values of statistics for some query rows to the sums, in place. `rows` has the values. The call has
-        `batch` sequences and `heads` query heads.
+        """Add the values of statistics for some query rows, `rows`, to the sums of this tally, in place. The attention
+        call has `batch` sequences and `heads` query heads.
 
         All means are summed at once: a few operations for each would cost as much as the attention products. Sums are
         in float64, since thousands of rows in float32 would lose the digits in which heads differ.
@@ -209,7 +211,7 @@ class Tally:
 
     @property
     def size(self) -> int:
-        """Number of sums."""
+        """Number of sums that this tally stores."""
         return sum(part.numel() for sums in self.other_sums.values() for part in sums) + (
             0 if self.row_sums is None else self.row_sums.numel()
         )
@@ -243,7 +245,7 @@ class Tally:
 
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
         """Return the value of each statistic for each sequence and head, by the statistic's name. The value is NaN if
-        no query row is included, and NaN or infinite if the value of an included row is.
+        no query row counts, and NaN or infinite if the statistic is so in a row that counts.
         """
         if self.row_sums is None:
             return {}
@@ -254,14 +256,14 @@ class Tally:
         return {name: values[name] for name in STATISTICS if name in values}
 
     def counts(self) -> dict[str, Float[Tensor, "batch heads"]]:
-        """Return how many query rows the mean of a statistic includes, for each sequence and head, by the statistic's
-        name. Only statistics that are means over rows are listed.
+        """Return, for each statistic that is a mean over query rows, the number of rows in the mean, for each sequence
+        and head. The result is a dictionary by the statistic's name.
         """
         return {} if self.row_sums is None else dict(zip(self.mean_names, self.row_sums[1], strict=True))
 
     def has_value(self) -> dict[str, Bool[Tensor, "batch heads"]]:
-        """Return, by the name of each statistic, a mask over sequences and heads. It is True where at least one query
-        row is included.
+        """Return, for each statistic by name, a mask over sequences and heads. It is True where the statistic has a
+        value, because at least one query row counts.
         """
         counts = self.counts()
         if not counts:
@@ -271,14 +273,16 @@ class Tally:
 
 
 def _other_statistics(left_out: Collection[str] = ()) -> Iterator[FromSums]:
-    """Yield the definitions of all statistics that are not means over query rows, except those in `left_out`."""
+    """Yield the definitions of all statistics of attention weights that are not means over query rows, except those
+    whose names are in `left_out`.
+    """
     return (each for each in STATISTICS.values() if isinstance(each, FromSums) and each.name not in left_out)
 
 
 def _of_same_keys(statistic: FromSums, *first_tokens_and_sums: tuple[int, Tensor]) -> list[Tensor]:
-    """Return the sums of one statistic from several calls, aligned so that they can be merged. Each call is a pair: the
-    token number of its first key, and its tensor of sums. If the statistic has one sum per key, each tensor is extended
-    to the keys of all calls.
+    """Return the sums of one statistic from several calls, aligned so that they can be merged. Each argument after the
+    first is a call: the token number of its first key, and its tensor of sums. If the statistic has one sum per key,
+    each tensor is extended to the keys of all calls.
     """
     sums = [part for _, part in first_tokens_and_sums]
     if not statistic.is_per_key:

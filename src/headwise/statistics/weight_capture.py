@@ -109,8 +109,9 @@ class CapturedWeights:
 
 
 def _pooling_matrix(indices: Int[Tensor, " chosen"], length: int, side: int) -> Float[Tensor, "chosen side"]:
-    """Return the rows at `indices` of a matrix that averages an axis: multiplied with it, `length` entries become the
-    means of `side` nearly equal parts. Entry (i, p) is 1 / (size of part p) if index i is in part p, otherwise 0.
+    """Return some rows, at `indices`, of a matrix that averages an axis: by a product with the matrix, `length` entries
+    become the means of `side` nearly equal parts. Entry (i, p) is 1 / (size of part p) if index i is in part p,
+    otherwise 0.
     """
     part = torch.arange(length, device=indices.device) * side // length
     sizes = torch.bincount(part, minlength=side).float()

@@ -12,8 +12,9 @@ from headwise.attention.tensors import PerHead, PerRow
 
 
 class OnlyFirstDerivative(torch.autograd.Function):
-    """Base class for the backward passes of attention, which are autograd functions themselves. Differentiating such a
-    backward pass again raises `RuntimeError`. Without this class, a second derivative would silently be 0.
+    """Base class for the backward passes of attention, which are autograd functions themselves. If such a backward pass
+    is differentiated again, this class raises `RuntimeError`. Without this class, a second derivative would silently be
+    0.
 
     Attributes:
         attention: kind of attention, such as "fused attention", for the error message.

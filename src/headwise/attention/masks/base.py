@@ -239,8 +239,8 @@ class OfParts(Mask):
 
 
 class Combined(OfParts):
-    """Base class of the masks `&`, `|` and `~`, which combine the results of their parts for each pair of a query and a
-    key.
+    """Base class of the masks `left & right`, `left | right` and `~mask`, which combine the results of other masks for
+    each pair of a query and a key.
     """
 
     @abstractmethod
@@ -302,7 +302,7 @@ class Or(Combined):
 
 
 class Not(Combined):
-    """Mask `~mask`: a query attends to all keys except those that `mask`, its only part, allows."""
+    """Mask `~mask`: a query attends to all keys except those that `mask` allows."""
 
     def combined(self, *allowed: Bool[Tensor, "..."]) -> Bool[Tensor, "..."]:
         (hidden,) = allowed
@@ -323,7 +323,7 @@ class Not(Combined):
 
 
 class PerHead(OfParts):
-    """Mask with one part for each head: a query of head h attends to the keys that part h allows."""
+    """Mask that consists of one mask for each head: a query of head h attends to the keys that mask h allows."""
 
     depends_on_distance_only = False
 

@@ -19,7 +19,7 @@ Index = Int[Tensor, "..."]
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of the score tensor `(batch, heads, queries, keys)`, its device, and the positions of queries and keys.
+    """Sizes of a score tensor `(batch, heads, queries, keys)`, its device, and the positions of its queries and keys.
 
     By default key j is at position j, and query i at position `i + keys - queries`, so that the last query is aligned
     with the last key. A cache passes positions of its own, where keys have been dropped, where slots are empty, or

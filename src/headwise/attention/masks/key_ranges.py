@@ -70,7 +70,7 @@ class Part(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
     """Keys that each query attends to, in the form that kernels read: ranges of keys for each query, and further masks.
-    A query attends to a key if the key is in one of the query's ranges and all further masks allow it.
+    A query attends to a key if the key is in one of the query's ranges and all further masks allow the key.
 
     Attributes:
         ranges: starts and stops, int32; None if the ranges exclude no key.
@@ -313,8 +313,8 @@ ELEMENTS_AT_ONCE = 2**18
 
 
 class RunLengths(NamedTuple):
-    """Ranges of keys that each query attends to, read from a mask tensor: int32 first keys and stops. If the mask
-    cannot be stated as ranges, both are None, and `reason` is a sentence that says why.
+    """Ranges of keys that each query attends to, read from a mask tensor and stored as int32 starts and stops. If the
+    mask cannot be stated as ranges, `ranges` is None, and `reason` is a sentence that says why.
     """
 
     ranges: Int[Tensor, "#batch #heads #queries ranges 2"] | None

@@ -196,8 +196,8 @@ class HasPosition(Mask):
 
 
 class DeviceCopies:
-    """Tensor of a mask, with its copies on other devices. Each copy is made only once: a copy from the CPU to a GPU in
-    every call would make every call wait. The tensor must not change.
+    """Tensor of a mask, with its copies on other devices. Each copy is made only once, because copying from the CPU to
+    a GPU in every attention call would make every call wait. The tensor must not change.
     """
 
     def __init__(self, tensor: Int[Tensor, "..."]) -> None:
@@ -222,8 +222,9 @@ class DeviceCopies:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Padding(Mask):
-    """Mask of real lengths: every query of sequence b attends to the first `lengths[b]` keys of that sequence. With
-    `side="left"`, where the padding comes first, it attends to the last `lengths[b]` keys.
+    """Mask by the length of each sequence, which hides padding: every query of sequence b attends to the first
+    `lengths[b]` keys of that sequence. With `side="left"`, where the padding comes first, it attends to the last
+    `lengths[b]` keys.
 
     Attributes:
         lengths: number of keys for each sequence, `(batch,)`.
@@ -575,8 +576,8 @@ class MaskRule(Mask):
 
 @dataclass(frozen=True, eq=False)
 class InRanges(Mask):
-    """Mask by which each query attends to the keys in its ranges of keys. The ranges are stored as a tensor of first
-    keys and stops, as in `key_ranges.VisibleKeys`.
+    """Mask stored as ranges of keys: each query attends to the keys in its own ranges. The ranges are a tensor of
+    starts and stops.
 
     Attributes:
         key_ranges: start and stop of each range; a range whose stop is not above its start has no key.

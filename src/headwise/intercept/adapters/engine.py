@@ -29,13 +29,15 @@ UNEXPECTED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, Val
 
 
 class UnreadableCall(Exception):
-    """Raised by an adapter for a call that it cannot read. The message names the argument or value that is the reason,
-    as the end of "attention of these modules by flash_attn_func ...", such as "with qv".
+    """Raised by an adapter (code that reads the calls of one attention library) for a call that it cannot read. The
+    message names the argument or value that is the reason, such as "with qv". It is inserted into the sentence
+    "attention of these modules by flash_attn_func ... cannot be read".
     """
 
 
 class Arguments:
-    """Arguments of one call of an engine's function, by name.
+    """Arguments, by name, of one call of an attention function of another library. It also records which arguments were
+    read.
 
     Args:
         values: the arguments, also those that the call leaves at their defaults.
@@ -94,7 +96,8 @@ def _is_default(value: Any, default: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """Attention functions of one library.
+    """Description of an attention library: the names of its attention functions and of their modules, and a function
+    that reads a call of them.
 
     Attributes:
         modules: names of the modules that define the functions. A name without a dot also stands for modules of other

@@ -25,7 +25,8 @@ GLOBAL_NAME = "_headwise_intercepted_{}"
 
 
 class FunctionPatches(Patches):
-    """Context in which the code of functions of attention engines is exchanged, as in `Patches`.
+    """Context in which the attention functions of other libraries run headwise's code, so that their calls are
+    intercepted. The code inside the function objects is exchanged; leaving the context restores it.
 
     Args:
         engines: engines whose functions are intercepted, if their libraries are loaded when the context is entered.

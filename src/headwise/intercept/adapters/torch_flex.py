@@ -50,7 +50,8 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True, eq=False)
 class FlexMask(Mask):
-    """Mask computed by a `mask_mod` of FlexAttention, from the indices of query rows and keys, not their positions.
+    """Mask computed by a `mask_mod` of FlexAttention. The function receives the indices of query rows and keys, not
+    their token positions.
 
     Attributes:
         rule: the function.
@@ -93,7 +94,8 @@ def read(name: str, arguments: Arguments) -> AttentionCall:
 
 @dataclass(eq=False)
 class ModifiedScores(AttentionCall):
-    """A call of which the model changes the scores in any way, by a `score_mod`. Its weights are whole matrices.
+    """Call of FlexAttention in which a function of the model, the `score_mod`, changes the scores. Its attention
+    weights are computed as the whole matrix of queries and keys.
 
     Attributes:
         score_mod: the function that changes the score of a query and a key.

@@ -177,8 +177,8 @@ def _arguments(
 
 
 class ModuleAttention(ABC):
-    """Base class of objects that compute the attention of one module of a `transformers` model, in place of the
-    library's own attention function.
+    """Base class of objects that compute the attention of one module of a `transformers` model. Such an object takes
+    the place of the library's attention function.
 
     Args:
         path: path of the module in the model.

@@ -44,8 +44,8 @@ MOVES = functions_named(
 
 
 class Factor(NamedTuple):
-    """Part of one axis of an original tensor, such as one of the axes into which a reshape splits it. An element with
-    index `i` along the original axis has index `(i // stride) % size` along this part.
+    """Part of one axis of an original tensor, such as one of the axes into which a reshape splits that axis. An element
+    with index `i` along the original axis has index `(i // stride) % size` along this part.
 
     Attributes:
         axis: number of the axis in the original tensor; `OTHER` if the elements are not those of one axis.

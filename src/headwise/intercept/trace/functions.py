@@ -158,7 +158,9 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 class TensorVersions:
-    """Version counters of some tensors, which torch increments at each in-place change, except in inference mode."""
+    """Version counters of some tensors at one time, to detect later in-place changes. Torch increments a tensor's
+    counter at each in-place change, except in inference mode.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
@@ -220,7 +222,8 @@ Label = str | int
 
 
 class Contraction(NamedTuple):
-    """Product of tensors, as in Einstein notation: the products are summed over all axes that the result does not have.
+    """Product of tensors, as in Einstein notation: elements are multiplied, and the products are summed over all axes
+    that the result does not have.
 
     Attributes:
         operands: the multiplied tensors.

@@ -34,8 +34,8 @@ from headwise.intercept.trace.tokens import INTEGERS, CallTokens, ComparedTokens
 
 
 class Origin(NamedTuple):
-    """Sources of one tensor: the tensors on which it depends. Sources of the input of the tensor's last linear map,
-    such as the query projection, are stored apart from sources that were added after this map.
+    """Sources of one tensor: the earlier tensors on which it depends. They are stored in two groups: sources of the
+    input of the tensor's last linear map, such as the query projection, and sources that were added after this map.
 
     Attributes:
         projected: sources of the input of the last linear map; 0 if there was none.
@@ -57,7 +57,8 @@ class Origin(NamedTuple):
 
 
 class CallOrigins(NamedTuple):
-    """Origins of the queries, keys and values of one attention call, that is the tensors on which each depends.
+    """Origins of the queries, keys and values of one attention call. The origin of a tensor is the earlier tensors on
+    which it depends.
 
     Attributes:
         q: origin of the queries.
@@ -96,8 +97,9 @@ def union_of(origins: Iterable[Origin]) -> Origin:
 
 
 class Lineage:
-    """Record of the sources of each tensor in a running model: the tensors on which it depends. The sources of queries
-    and keys show whether attention is self- or cross-attention. The record is for one session.
+    """Record of the sources of each tensor in a running model: the earlier tensors on which it depends. The sources of
+    queries and keys show whether attention is self- or cross-attention. Each session (state of interception) has its
+    own record.
 
     Args:
         before: the record of earlier calls of the model; None if there is none.
@@ -662,8 +664,9 @@ OTHER_AXIS: frozenset[Hashable] = frozenset({"other axis"})
 
 
 class SiteParts:
-    """List of the attention layers that one module computes itself, without a submodule for each. Two calls belong to
-    the same layer if their queries are projected by the same weights. The order is that of the first calls.
+    """List of the attention layers that one module computes itself, without a submodule for each. Two attention calls
+    belong to the same layer if the same weights project their queries. Layers are numbered in the order of their first
+    calls.
     """
 
     def __init__(self) -> None:

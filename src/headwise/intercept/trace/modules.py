@@ -10,7 +10,9 @@ from headwise.intercept.site import Site
 
 @runtime_checkable
 class RunningModule(Protocol):
-    """Running call of a module of a model, as tracing reads it: a `ModuleCall`, which describes the attributes."""
+    """Interface of a running module call, with only the attributes that tracing reads. `ModuleCall` implements and
+    describes them.
+    """
 
     @property
     def path(self) -> str: ...

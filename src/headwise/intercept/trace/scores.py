@@ -169,7 +169,8 @@ _WHERE = functions_named("where")
 
 
 class Order(NamedTuple):
-    """Order of the queries or the keys along an axis of scores or weights.
+    """Order in which the queries, or the keys, stand along one axis of attention scores or weights, compared with the
+    product of queries and keys.
 
     Attributes:
         places: place of each of them in the product, from 1, or 0 if it has none; None if all are at their own places.

@@ -32,8 +32,8 @@ from headwise.intercept.trace.tokens import ComparedTokens, NumberedTokens
 
 
 class Scores(NamedTuple):
-    """Record of a tensor computed from a product of two activations. The tensor may be attention scores, and the
-    product that of queries and keys.
+    """Record of a tensor that a model computed from a product of two activations. The product may be that of queries
+    and keys; then the tensor is attention scores.
 
     Attributes:
         axes: its axes, as factors of the axes of the product.
@@ -62,7 +62,8 @@ class Scores(NamedTuple):
 
 
 class ComparedAxes(NamedTuple):
-    """Axes of the product of queries and keys from which the scores of a softmax were computed.
+    """For the scores that a softmax received, the axes of the product of queries and keys from which these scores were
+    computed.
 
     Attributes:
         of_scores: axes of the product that are in each axis of the scores.
@@ -80,7 +81,7 @@ class ComparedAxes(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Places of the elements of one tensor along one axis of a product of queries and keys.
+    """Places in a product of queries and keys, along one axis, from which the elements of one tensor were computed.
 
     Attributes:
         numbers: number of the place of each element; numbers below `first` stand for unknown places.
@@ -97,7 +98,9 @@ class Places(NamedTuple):
 
 
 class BroadcastProduct(NamedTuple):
-    """Broadcast product of two tensors, to be summed later, with torch's counts of their changes in place."""
+    """Broadcast product of two tensors that the model may sum over an axis later, as a matrix product. Torch's counts
+    of in-place changes are stored with it.
+    """
 
     factors: tuple[Tensor, Tensor]
     version: int | None
@@ -141,8 +144,8 @@ class Softmax:
 
 
 class KeptScores:
-    """Scores from which a softmax computed attention weights, to be read later. Before the model overwrites their
-    memory, they are copied.
+    """Scores from which a softmax computed attention weights, kept for later reading. They are copied when the model is
+    about to overwrite their memory.
 
     Attributes:
         tensor: the scores, or their copy.
@@ -467,7 +470,7 @@ def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class FollowedOutput:
-    """Record of a tensor that was computed from an attention output, and how it was computed.
+    """Record of a tensor that a model computed from an attention output, and of how it was computed.
 
     Attributes:
         output: the attention output.
@@ -499,7 +502,8 @@ class FollowedOutput:
 
 
 class FollowedAttention:
-    """Records of the attention scores, weights and outputs in a running model, from their computation to their use.
+    """Records of the attention scores, weights and outputs in a running model. Each is followed from its computation to
+    its use by other functions.
 
     Attributes:
         scores: products of queries and keys, and what was computed from them.
@@ -536,7 +540,8 @@ class FollowedAttention:
 
 
 class Trace(ABC):
-    """Facts derived from the functions of one running call of a model, and the interface by which it is reported.
+    """Base class of sessions: facts derived from the torch functions in one running call of a model, and the methods by
+    which attention is reported when tracing finds it.
 
     Attributes:
         module_calls: the running calls of modules, outermost first.

@@ -294,7 +294,8 @@ class TokenNumbers:
 
 
 class _JoinedMaps(NamedTuple):
-    """Several linear maps whose results are concatenated: tokens of other maps are other tokens.
+    """Several linear maps whose results the model concatenates. Tokens in results of different maps count as different
+    tokens.
 
     Attributes:
         linear_map: stands for all of them.
@@ -432,7 +433,7 @@ _KEEPING_NAMES = frozenset(
 
 
 class CallTokens(NamedTuple):
-    """Token ids of one attention call.
+    """Token ids that belong to the queries of one attention call, as far as they are known.
 
     Attributes:
         ids: ids of the tokens of the queries, or of all tokens so far; None if there are none, or if they are unknown.
@@ -446,7 +447,7 @@ class CallTokens(NamedTuple):
 
 
 class _Derived(NamedTuple):
-    """Record of the computation of an integer tensor from others.
+    """Record of the earlier tensors from which a model computed a tensor of integers, such as token ids.
 
     Attributes:
         roots: tensors from which it was computed, such as an argument of the model.

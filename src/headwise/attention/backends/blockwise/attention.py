@@ -35,9 +35,9 @@ PARTIAL_SUMS = 64
 
 
 class Observation(NamedTuple):
-    """Function that observes one attention call, and the data that this function receives: tokens and padding, sizes
-    and positions, and values. The function is called once for each tile (rectangle of the score matrix), while the
-    weights of the tile are in the CPU cache.
+    """Function that receives the attention weights of one call, and the other data that it receives: the call's tokens,
+    padding, sizes, positions and value vectors. The function is called once for each tile (rectangle of the score
+    matrix), while the weights of the tile are in the CPU cache.
     """
 
     observer: Observer
@@ -48,8 +48,8 @@ class Observation(NamedTuple):
 
 class CallOptions(NamedTuple):
     """Options of one blockwise attention call, which the forward and the backward pass both read. They include the
-    blocks of the score matrix to compute, scale, softcap, dropout with its seed, and the function that observes the
-    weights.
+    blocks of the score matrix to compute, scale, softcap, dropout with its seed, and the function that receives the
+    attention weights.
 
     Attributes:
         bfloat16_scores: True for scores in bfloat16, False for scores in the dtype of q.
@@ -99,8 +99,8 @@ class CallOptions(NamedTuple):
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """Differentiable attention that computes only those blocks of the score matrix that contain a visible key. Each
-    block is computed in tiles, for some sequences and heads at a time, so that the scores of a tile fit the cache.
+    """Differentiable attention that computes only those blocks of the score matrix that contain a visible key. A block
+    is computed in tiles. A tile has only some of the sequences and heads, so that its scores fit the CPU cache.
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ CACHED_CELLS = 2**22
 @dataclass(frozen=True, eq=False)
 class TileVisibility:
     """Data about one tile (rectangle of the score matrix) that depend on mask, positions and tokens, not on scores.
-    They are the visible keys of each query row, the rows that statistics include, the positions of queries and keys,
-    and further numbers for each key. Each property is computed on first use.
+    Examples are the visible keys of each query row, the query rows that statistics include, and the positions of
+    queries and keys. Each property is computed on first use.
 
     A key is visible to a row if the mask lets the row attend to it. A row counts in statistics if it is not padding
     and at least one key is visible to it.
@@ -261,9 +261,9 @@ def key_indices(block: PlannedBlock, device: torch.device) -> Int[Tensor, " colu
 
 @dataclass(frozen=True, eq=False)
 class CallContext:
-    """Token ids, special tokens, padding and positions of one attention call. All layers of a model share one such
-    object. It caches data that follow from the tokens and the mask, such as the visible keys, so that they are computed
-    once for all layers.
+    """Token ids, special tokens, padding and positions of one attention call. Layers of a model whose calls have the
+    same inputs share one `CallContext`. It caches data that follow from the tokens and the mask, such as the visible
+    keys, so that they are computed once for all layers.
 
     Attributes:
         token_ids: token ids of the keys; None if unknown.

@@ -23,8 +23,9 @@ from headwise.shapes import Float
 @dataclass(frozen=True, eq=False)
 class RowBlock:
     """Attention weights of some query rows of some heads for the keys of one tile (rectangle of the score matrix), with
-    statistics of each row. The tensor `powers` holds the unnormalized weights 2^(score - shift). A power divided by the
-    `normalizer` of its row is the attention weight. Keys outside of the tile have weight 0.
+    sums and maxima of each row. The tensor `powers` has the unnormalized weights 2^(score - shift), with one shift per
+    row. Dividing a power by the `normalizer` of its row gives the attention weight. Keys outside of the tile have
+    weight 0.
 
     Attributes:
         tile: the rows, sequences, heads and keys.

@@ -36,9 +36,9 @@ FLOAT32_BLOCK_OVERHEAD, BFLOAT16_BLOCK_OVERHEAD = 2**17, 2**18
 
 
 class Float32Scores:
-    """Scores of blockwise attention in float32 or float64, one tile (rectangle of the score matrix) at a time, and
-    their gradients in the backward pass. Scores are divided by ln 2, so the unnormalized weight of a key is 2^score.
-    The largest score of each row is subtracted from the row.
+    """Computes the scores of blockwise attention in float32 or float64, one tile (rectangle of the score matrix) at a
+    time, and in the backward pass the gradients of the scores. Scores are divided by ln 2, so the unnormalized weight
+    of a key is 2^score. The largest score of each row is subtracted from all scores of the row.
 
     Attributes:
         largest_uncapped: largest score of each row of the latest tile before the softcap and without the bias; None
@@ -153,10 +153,10 @@ SAMPLE_KEYS = 256
 
 
 class BFloat16Scores:
-    """Scores of blockwise attention in bfloat16, one tile (rectangle of the score matrix) at a time, and their
-    gradients in the backward pass. Scores are divided by ln 2, so the unnormalized weight of a key is 2^score. From the
-    scores of each row, one number is subtracted, the shift. It is chosen so that the row's largest scores are near
-    zero, where bfloat16 is precise.
+    """Computes the scores of blockwise attention in bfloat16, one tile (rectangle of the score matrix) at a time, and
+    in the backward pass the gradients of the scores. Scores are divided by ln 2, so the unnormalized weight of a key is
+    2^score. One number, the shift, is subtracted from all scores of a row. It is chosen so that the row's largest
+    scores are near zero, where bfloat16 is precise.
 
     Attributes:
         largest_uncapped: None, since there is no softcap.

@@ -71,8 +71,8 @@ class PlannedBlock(NamedTuple):
 
 class MaskGroup(NamedTuple):
     """Adjacent sequences and adjacent heads that share one mask (None if it hides nothing), with the blocks of the
-    score matrix to compute for them. `grid` has the sizes and positions for which the mask is evaluated. If sequences
-    are planned separately, `grid` has one sequence; if heads are, it has one head.
+    score matrix to compute for them. `grid` has the sizes and positions for which the mask is evaluated. It has one
+    sequence if the masks of sequences were evaluated separately, and one head if those of heads were.
     """
 
     sequences: range
@@ -386,7 +386,8 @@ def iterate_tiles(
 
 class Pool:
     """Named buffers, each for the scores of one tile (rectangle of the score matrix). All tiles of an attention call
-    reuse them, since allocating memory is slow. A thread keeps its buffers of up to `TILE_BYTES` for its next call.
+    reuse them, since allocating memory is slow. On a CPU, a thread keeps buffers of up to `TILE_BYTES` (4 MiB) for its
+    next attention call.
     """
 
     _of_thread = threading.local()

@@ -32,7 +32,7 @@ SERIES_BELOW = tl.constexpr(0.5)
 
 
 class Call(NamedTuple):
-    """Tensors, sizes and strides of one attention call, as the kernels read them. If a tensor is None, the compiled
+    """Tensors, sizes and strides of one attention call, as the GPU kernels read them. If a tensor is None, the compiled
     kernel has no code that reads it. The stride is 0 for an axis along which a tensor repeats.
 
     Attributes:
@@ -80,7 +80,7 @@ class Head(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Blocks of keys (or of query rows) that each program, an instance of a kernel, reads. They are stored as spans,
+    """Blocks of keys (or of query rows) that each program (instance of a GPU kernel) reads. They are stored as spans,
     which are ranges of adjacent blocks. A span is stored as its first block and the block before which it stops, and
     may be empty.
 
@@ -250,8 +250,8 @@ FARTHEST = tl.constexpr(1000.0)
 
 
 class Tokens(NamedTuple):
-    """Positions and tokens of the queries and keys of an attention call. If a tensor is None, the compiled kernel has
-    no code that reads it.
+    """Positions and tokens of the queries and keys of an attention call, as the GPU kernels read them. If a tensor is
+    None, the compiled kernel has no code that reads it.
 
     Attributes:
         positions: index that a key has, or would have, at the position of each query, `(batch, queries)`.
@@ -269,9 +269,9 @@ class Tokens(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Query rows of one program (instance of a kernel), with four numbers for each row: the row's index, the index of
-    the key at the row's position, the index of the key of the first token, and a number that is equal for equal tokens
-    (0 if unknown).
+    """Query rows of one program (instance of a GPU kernel), with four numbers for each row: the row's index, the index
+    of the key at the row's position, the index of the key of the sequence's first token, and a number that is equal for
+    rows with equal tokens (0 if unknown).
     """
 
     row: Any
@@ -281,8 +281,8 @@ class Rows(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """Maxima and sums for each query row, over the keys that have been read so far. Sums add up e = exp(score - `top`),
-    where `top` is the largest score of the row so far.
+    """Maxima and sums for each query row, over the keys that a GPU kernel has read so far. Each sum adds up e =
+    exp(score - `top`) over some of these keys, where `top` is the largest score of the row so far.
 
     Attributes:
         top: largest score.
@@ -458,9 +458,9 @@ MAX_LOGIT, UNCAPPED, VISIBLE = (
 
 
 class Results(NamedTuple):
-    """Tensors that the kernel writes: the log-sum-exp of each query row, `(batch, heads, queries)`, and the statistics
-    of each row in the order of `plain_statistics.ROWS`, `(numbers, batch, heads, queries)`. `plane` is batch x heads x
-    queries, the stride of the first axis of the statistics.
+    """Tensors that the GPU kernel writes: the log-sum-exp of each query row, `(batch, heads, queries)`, and the
+    statistics of each row in the order of `plain_statistics.ROWS`, `(numbers, batch, heads, queries)`. `plane` is batch
+    x heads x queries, the stride of the first axis of the statistics.
     """
 
     lse: Any
@@ -607,8 +607,9 @@ def _count_keys(call: "Call", head: "Head", row: "tl.tensor", ranges: tl.constex
 
 
 class KeySums(NamedTuple):
-    """Tensors of the kernel that computes statistics of keys. The kernel reads some numbers of each query row, and
-    writes for each key two sums over the rows.
+    """Tensors of the GPU kernel that computes statistics of keys. The kernel reads the largest score of each query row
+    and the weight of this score. For each key it writes the sum of the weights on the key and the number of rows that
+    may attend to it.
 
     Attributes:
         top: largest score of each row, `(batch, heads, queries)`.

@@ -50,8 +50,8 @@ class Tiles(NamedTuple):
 
 class WeightStatistics(NamedTuple):
     """Statistics of attention weights that the GPU kernels compute. For each query row: the log-sum-exp, and the
-    numbers that `ROWS` names. For each key, over the rows that statistics include: the sum of the weights on the key,
-    in float64, and the number of rows that may attend to it.
+    numbers that `plain_statistics.ROWS` names. For each key, over the rows that statistics include: the sum of the
+    weights on the key, in float64, and the number of rows that may attend to it.
     """
 
     lse: PerRow

@@ -20,7 +20,7 @@ from headwise.shapes import Int
 
 
 class Options(NamedTuple):
-    """Arguments of the native attention operators other than q, k, v and the mask."""
+    """Arguments of the native attention operators (headwise's C++ kernels for CPUs) other than q, k, v and the mask."""
 
     scale: float
     head_scale: PerHead | None
@@ -78,8 +78,8 @@ def _traced(
 
 
 class _AttentionInParts(torch.autograd.Function):
-    """Attention that is computed in parts (rectangles of the score matrix). The mask's boolean matrix of a part is not
-    stored: the backward pass evaluates it again.
+    """Attention that is computed in parts (rectangles of the score matrix). The forward pass does not store the boolean
+    mask matrix of a part; the backward pass evaluates the mask again.
     """
 
     @staticmethod
