@@ -162,7 +162,7 @@ class MaskedTokenLoss:
 
 class EmbeddingDistance:
     """Loss function that measures how far sentence embeddings move when a model is changed, for example when a head is
-    removed. For each sentence it is 1 - cosine, from 0 to 2, between its embedding now and its embedding in the
+    removed. The loss of a sentence is 1 - cosine, from 0 to 2, between its embedding now and its embedding in the
     unchanged model.
 
     The embedding is the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych 2019,

@@ -41,7 +41,8 @@ RANDOM = "random"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CurvePoint(Row):
-    """Point of a pruning curve: the loss of the model after a number of heads are removed together, in some order.
+    """Point of a pruning curve: the loss of a model without a number of heads, the first ones in some order. They are
+    removed together.
 
     Attributes:
         order: name of the order in which heads are removed.
@@ -57,9 +58,10 @@ class CurvePoint(Row):
 
 
 class PruningCurve(Table[CurvePoint]):
-    """Table of pruning curves (Michel, Levy and Neubig 2019, section 4): one row for each order of heads, and each
-    number of heads that are removed in this order. Its columns are `loss`, the mean loss without these heads, and
-    `cost`, that loss minus the loss of the unchanged model, with standard errors over documents.
+    """Table of pruning curves (Michel, Levy and Neubig 2019, section 4), which show the loss while more and more heads
+    are removed in some order. Each row is for one order and one number of removed heads. `loss` is the mean loss
+    without these heads, and `cost` is that loss minus the loss of the unchanged model, with standard errors over
+    documents.
     """
 
     NAME = "pruning_curve"

@@ -43,9 +43,9 @@ class OutputReader(Interceptor):
 
 
 class RecordedOutputs(OutputReader):
-    """Interceptor that records head outputs, before the output projection, as one tensor per attention call. Outputs
-    are kept for each site (an attention module's self- or cross-attention), from the last run in which it attended. A
-    run is a call of the model, or of one of its modules from outside.
+    """Interceptor that records head outputs, before the output projection, as one tensor per attention call. For each
+    attention module (separately for self- and cross-attention), it keeps the outputs of the last run in which the
+    module attended. A run is a call of the model, or a call of one of its modules from outside.
 
     Attributes:
         by_site: tensors `(batch, heads, queries, value_dim)` of each site `(module path, is cross-attention)`, in the

@@ -31,7 +31,7 @@ def not_direct_error(model: nn.Module) -> InputError:
 
 
 class _ModuleCall(NamedTuple):
-    """One finished call of a module, whose first argument and output are tensors."""
+    """One finished call of a PyTorch module whose first argument and output are tensors."""
 
     module: nn.Module
     input: Tensor

@@ -200,9 +200,9 @@ class HeadFocus:
 
 @dataclass(frozen=True)
 class Focus:
-    """Result of `find`: chosen words (the focus), and the heads of the model ranked by attention on these words. The
-    rank is by how much more attention the words receive from other words, or exchange among themselves, than under
-    uniform attention.
+    """Result of the search with `find`: chosen words (the focus), and the heads of the model, ranked by attention on
+    these words. The rank is by how much more attention the words receive from other words, or exchange among
+    themselves, than under uniform attention.
 
     F are the words of the focus, A the attention weights between words (sums over the tokens of a key word, means over
     the tokens of a query word that see a key), and U the same under uniform attention over the tokens that each query

@@ -118,8 +118,8 @@ class PairFlags:
 
 @dataclass(frozen=True)
 class MethodFlags:
-    """Command-line options of `headwise patch` that apply to one value of --method only. A field is None if its option
-    is not used on the command line; the method then uses its own default value.
+    """Command-line options of `headwise patch` that only one patching method (a value of --method) accepts. A field is
+    None if its option is not used on the command line; the method then uses its own default value.
     """
 
     steps: Annotated[int | None, option("attribution: number of points.", "N", least=1)] = None

@@ -62,8 +62,8 @@ def _grouped(owner: Callable[..., Any], options: dict[str, Any]) -> dict[str, An
 
 class SingleUseCommand(TyperCommand):
     """Command that raises a usage error if an option is used twice, unless the option collects several values. Typer
-    would ignore all uses but the last. Surplus arguments are an error too; its message advises the user to put quotes
-    around a value with spaces.
+    would ignore all uses but the last. Surplus arguments are an error, too; the error message advises the user to put
+    quotes around a value with spaces.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -74,8 +74,8 @@ def ablate(
 
 @dataclass(frozen=True)
 class MethodFlags:
-    """Command-line options of `headwise importance` that apply to one value of --method only. A field is None if its
-    option is not used on the command line; the method then uses its own default value.
+    """Command-line options of `headwise importance` that only one importance method (a value of --method) accepts. A
+    field is None if its option is not used on the command line; the method then uses its own default value.
     """
 
     steps: Annotated[int | None, option("integrated: number of points between 0 and 1 for all gates.", least=1)] = None

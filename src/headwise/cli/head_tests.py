@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTestFlags:
-    """Command-line options that all commands which test heads share: the model, the output folder and the output
-    format.
+    """Command-line options that all commands with a test of heads share: the model, the output folder and the output
+    format. Such a test is, for example, the retrieval test.
     """
 
     model: ModelFlags

@@ -69,8 +69,9 @@ class CausalRunFlags(RunFlags):
 
 @dataclass(frozen=True)
 class OpenRun:
-    """Started run of a command: its options, the location of the model, the tokenized data, and the device of this
-    process. `is_first` is True in the process that prints and writes pages, the first of those that share the work.
+    """Run of a command over data that has started: its options, the location of the model, the tokenized data, and the
+    device of this process. If several processes share the work, `is_first` is True in the first one, which prints
+    results and writes pages.
     """
 
     flags: RunFlags

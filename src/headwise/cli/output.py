@@ -61,8 +61,8 @@ class OutputFlags:
     def show_table(
         self, table: "Table[Any]", written: Path | None = None, page: Path | None = None, **options: Any
     ) -> None:
-        """Print a table as JSON, CSV or text, and state which files were written, as `show` does. `options` are those
-        of `print_result`, which prints the table as text.
+        """Print a table as JSON, CSV or text, and state which files were written, unless --quiet is used. `options` are
+        those of `print_result`, which prints the table as text.
         """
         from headwise.show.records import Records
         from headwise.show.results import print_result

@@ -37,8 +37,8 @@ class TextStudyFlags:
 
 @dataclass(frozen=True)
 class SpaceFlags:
-    """Command-line options of `headwise study` that describe the models: the head settings to compare, the setting that
-    the user has now (the baseline), and the size of the models.
+    """Command-line options of `headwise study` that describe the models: the head settings (numbers of heads and head
+    dimensions) to compare, the setting that the user has now (the baseline), and the size of the models.
     """
 
     heads: Annotated[Any, option("Numbers of heads to compare.", "N,N,...", parser=numbers)] = "1,2,4,8,16"
@@ -55,7 +55,9 @@ class SpaceFlags:
 
 @dataclass(frozen=True)
 class BudgetFlags:
-    """Command-line options of `headwise study` that limit its work: time, tokens, trials and seeds."""
+    """Command-line options of `headwise study` that limit its work: time, tokens of each training, learning rates
+    (trials) and seeds.
+    """
 
     budget: Annotated[
         Any,

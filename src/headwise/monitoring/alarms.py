@@ -33,7 +33,8 @@ class Alarm(NamedTuple):
 
 @dataclass(frozen=True)
 class AlarmLimits:
-    """Limits of head statistics. A head outside of one of them causes an alarm; None switches a limit off.
+    """Limits of the statistics of a head during training. A head outside of a limit causes an alarm. A limit of None is
+    switched off.
 
     Attributes:
         max_logit: largest accepted attention logit, before a softcap; 100 is the threshold of QK-clip (Kimi Team 2025).

@@ -36,8 +36,8 @@ _MADE: dict[tuple[type, ...], type] = {}
 
 
 class TrainingCallback:
-    """Base class of callbacks for training libraries. It stores the options of `headwise.monitor`, and opens a monitor
-    for each training.
+    """Base class of training callbacks that observe attention heads. It stores the options of `headwise.monitor`, and
+    opens a monitor.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TrainingCallback:
 
 class MonitorCallback(TrainingCallback):
     """Callback for `transformers.Trainer` that observes every head during training, as `headwise.monitor` does. It logs
-    numbers to the dashboards in `report_to`, such as TensorBoard, W&B and MLflow. Its objects are also instances of
+    numbers to the dashboards in `report_to`, such as TensorBoard, W&B and MLflow. The callback is also an instance of
     `transformers.TrainerCallback`.
 
     A step is one of the optimizer, whatever the gradient accumulation. A training that resumes from a checkpoint
@@ -181,8 +181,8 @@ class MonitorCallback(TrainingCallback):
 
 class LightningMonitor(TrainingCallback):
     """Callback for Lightning that observes every head during training, as `headwise.monitor` does, and logs numbers to
-    the loggers of the trainer. It works with the packages `lightning` and `pytorch_lightning`: its objects are also
-    instances of the `Callback` class of each package that is imported.
+    the loggers of the trainer. It works with the packages `lightning` and `pytorch_lightning`: the callback is also an
+    instance of the `Callback` class of each package that is imported.
 
     A step ends with each batch after which an optimizer made a step, in automatic and in manual optimization. All
     batches of gradient accumulation are one step, and several optimizers in one batch too. A checkpoint contains the

@@ -52,7 +52,8 @@ from headwise.nn.multihead import MultiHeadAttention
 
 
 class HeadSlice(NamedTuple):
-    """Slice of a parameter, such as rows of a query projection, that computes a part of one head's query or key.
+    """Slice of a model parameter that computes a part of one head's query or key: `length` entries from `start` along
+    `axis`.
 
     Attributes:
         parameter: path of the parameter in the model.
@@ -321,7 +322,7 @@ def derived_slices(
 class _Logits(TorchFunctionMode):
     """Torch function mode that records the logits of each attention call, and the `inputs` from which they are
     computed: queries and keys, or the argument of softmax. If there are `replacements` for a call, attention is
-    computed from these instead.
+    computed from the replacements.
     """
 
     def __init__(self, replacements: Sequence[tuple[Tensor, ...]] = ()) -> None:

@@ -32,8 +32,8 @@ INDICATORS = frozenset({"entropy", "output_norm"})
 class TrainingObserver(StatisticsObserver):
     """Interceptor that computes head statistics in the forward passes of a training. The model's own functions compute
     all outputs, which therefore stay equal in every bit. Modules in evaluation mode are not observed, nor are forward
-    passes that activation checkpointing repeats. After `sequences` sequences in a module, further forward passes of
-    this module are not observed.
+    passes that activation checkpointing repeats. After a module has read `sequences` sequences, its further forward
+    passes are not observed.
 
     Attributes:
         inputs: arguments of the latest call of the model, by name; None before the first one.
@@ -80,8 +80,8 @@ class TrainingObserver(StatisticsObserver):
 
 
 class _ForcedEager:
-    """Context manager within which compiled modules run without compilation, in all threads. It may be entered several
-    times and left in any order: the last exit restores the previous setting of the compiler.
+    """Context manager in which compiled modules run without compilation. It may be entered several times at once, and
+    left in any order.
     """
 
     def __init__(self) -> None:

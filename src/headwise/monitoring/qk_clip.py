@@ -27,7 +27,7 @@ from headwise.wording import counted
 
 
 class ClippedHead(NamedTuple):
-    """Attention head with its largest logit, and the factor by which `qk_clip` multiplied its logits.
+    """Attention head with its largest logit, and the factor by which `qk_clip` multiplied its logits to limit them.
 
     Attributes:
         layer: number of the layer.

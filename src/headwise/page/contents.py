@@ -98,8 +98,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class Side:
-    """Text or image on an HTML page, as tokens and words. The tokens of this text or image are the queries of the
-    attention that the page shows, or its keys, or both in self-attention.
+    """Text or image on an HTML page, as tokens and words. These tokens are the queries or the keys of the attention
+    that the page shows; in self-attention, they are both.
 
     Attributes:
         name: name for display, such as "text" or "source".

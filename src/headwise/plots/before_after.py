@@ -46,7 +46,7 @@ def draw_before_after(changes: Sequence[Any], *, title: str = "") -> "Figure":
 
 
 def _ratios(axes: "Axes", rows: Sequence[Any]) -> None:
-    """Draw the panel of sizes and times: each of the compressed model, in percent of that of the dense model."""
+    """Draw the panel of sizes and times of the compressed model, each in percent of that of the dense model."""
     largest = 100.0
     for place, row in enumerate(rows):
         kind = "attention" if row.quantity.endswith(", attention") else row.kind
@@ -60,7 +60,7 @@ def _ratios(axes: "Axes", rows: Sequence[Any]) -> None:
 
 
 def _losses(axes: "Axes", rows: Sequence[Any]) -> None:
-    """Draw the panel of losses: each loss of both models, with bars of 1.96 standard errors."""
+    """Draw the panel of losses: each loss of the dense and of the compressed model; bars are 1.96 standard errors."""
     for place, row in enumerate(rows):
         for offset, value, error, colour, label in (
             (-0.16, row.dense, row.dense_sem, BEFORE, "dense"),
@@ -87,9 +87,7 @@ def _agreements(axes: "Axes", rows: Sequence[Any]) -> None:
 def _draw_point(
     axes: "Axes", row: float, value: float, ends: tuple[float, float], colour: str, label: str | None = None
 ) -> None:
-    """Draw a point with a horizontal bar for its interval `ends`. If several points have the same label, only the first
-    one is in the legend.
-    """
+    """Draw a point at `value` with a horizontal bar from one of `ends` to the other. A label is in the legend once."""
     bar: Any = [[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]]
     style: dict[str, Any] = {"markersize": 5, "elinewidth": 1.6, "capsize": 2.5}
     is_labelled = label is None or label in axes.get_legend_handles_labels()[1]

@@ -116,8 +116,8 @@ def label_ticks(axes: "Axes", which: str, labels: Sequence[str], **style: Any) -
 
 
 def tick_step(count: int, inches: float) -> int:
-    """Return the step between labelled ticks, 1, 2, 5, 10, 20, 50, ..., such that labels do not overlap. The axis has
-    `count` ticks on a length of `inches`.
+    """Return the smallest step (1, 2, 5, 10, 20, ...) at which tick labels do not overlap, if `count` ticks share
+    `inches`.
     """
     least = max(1.0, count * INCHES_PER_LABEL / max(inches, INCHES_PER_LABEL))
     power = 10 ** math.floor(math.log10(least))
@@ -125,9 +125,7 @@ def tick_step(count: int, inches: float) -> int:
 
 
 def separate_cells(axes: "Axes", rows: int, columns: int) -> None:
-    """Draw white lines between the cells of a matrix plot with few enough cells (at most 1200, and at most 64 in each
-    direction). Remove the frame of the axes.
-    """
+    """Draw white lines between the cells of a matrix plot, unless it has many cells, and remove its frame."""
     axes.spines[:].set_visible(False)
     if rows * columns <= 1200 and max(rows, columns) <= 64:
         axes.set_xticks([column - 0.5 for column in range(1, columns)], minor=True)

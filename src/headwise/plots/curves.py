@@ -43,8 +43,8 @@ class Curve(NamedTuple):
 
     @staticmethod
     def of(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> "Curve":
-        """Return the line through some points. Each point is its position along x, and a sequence that starts with the
-        mean and the standard error of its value.
+        """Return the curve through `points`. Each point has a position along x, and a sequence that starts with the
+        mean and its standard error.
         """
         return Curve(name, [x for x, _ in points], [each[0] for _, each in points], [each[1] for _, each in points])
 
@@ -71,8 +71,8 @@ def draw_curves(
     errors: float = 1.96,
     ax: Any = None,
 ) -> "Axes":
-    """Draw lines with error bars, and behind them a band for a range of values, if there is one. Bars extend `errors`
-    standard errors to each side. `x` and `y` are the labels of the axes.
+    """Draw curves as lines with error bars of `errors` standard errors to each side. A band (range of values), if there
+    is one, is drawn behind them.
     """
     length = standard_errors(errors)
     require_finite(y, [value for curve in curves for value in curve.values] + list(band.middle if band else ()))
@@ -135,8 +135,8 @@ def draw_received(
 
 
 def chosen_heads(received: Mapping[tuple[int, int], Sequence[float]], heads: Any) -> dict[Any, Sequence[float]]:
-    """Return the numbers to draw for the chosen heads `(layer, head)`, in the order of `heads`; those of all heads if
-    it is None.
+    """Return the entries of `received` for the chosen heads `(layer, head)`, in the order of `heads`; all entries if
+    `heads` is None.
     """
     if heads is None:
         return dict(received)
@@ -162,8 +162,8 @@ NON_FINITE_COLOUR = "#b34700"
 
 
 class Line(NamedTuple):
-    """Values of a statistic of one head `(layer, head)` in the steps of a training, NaN in place of an infinite
-    value.
+    """Values of a statistic of one head `(layer, head)` in the observed steps of a training. NaN stands for infinite
+    values.
     """
 
     head: tuple[int, int]
@@ -252,8 +252,8 @@ def draw_history(
 
 
 def _draw_line(axes: "Axes", line: Line, colour: Any, *, is_named: bool, is_thin: bool) -> None:
-    """Draw the line of one head. Points are marked as well if a finite value stands between values that are not finite,
-    because no line would show it.
+    """Draw the values of one head as a line. If a finite value has no finite neighbour, so that a line would not show
+    it, all points are drawn, too.
     """
     style: dict[str, Any] = {"linewidth": 1.6 if is_named else 0.6 if is_thin else 1.0}
     style |= {"alpha": 1.0 if is_named or not is_thin else 0.5, "zorder": 3 if is_named else 2}

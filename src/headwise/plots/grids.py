@@ -119,8 +119,8 @@ def _label_cells(axes: "Axes", layers: Collection[int], heads: int) -> None:
 
 
 def colour_scale(values: Iterable[float], centred: bool) -> dict[str, Any]:
-    """Return the colour map for some numbers, with its limits, as arguments of matplotlib. It runs from the smallest to
-    the largest number. If `centred` is True or a number is negative, it is a diverging map with 0 in the middle.
+    """Return a colour map and its limits for some numbers. The map diverges around 0 if `centred` is True or a number
+    is negative.
     """
     shown = finite(values)
     if centred or min(shown) < 0:
@@ -130,8 +130,8 @@ def colour_scale(values: Iterable[float], centred: bool) -> dict[str, Any]:
 
 
 class RoleStyle(NamedTuple):
-    """Style in which plots show the heads of a role (name for what heads attend to): a colour as `#rrggbb`, a
-    matplotlib marker such as "o", and the name of a similar colour for terminals.
+    """Style of a role (name for what a head attends to) in plots: a colour `#rrggbb`, a matplotlib marker, and the
+    similar colour of terminals.
     """
 
     colour: str
@@ -160,16 +160,12 @@ MOST_MARKERS = 450
 
 
 def role_style(role: str) -> RoleStyle:
-    """Return the colours and the marker for a role of heads, by the role's name. An unknown name has the colour
-    grey.
-    """
+    """Return the colours and the marker of a role (name for what a head attends to); an unknown role is grey."""
     return ROLE_STYLES.get(role, UNKNOWN_ROLE)
 
 
 def in_legend_order(roles: Iterable[str]) -> list[str]:
-    """Return the different names in `roles` in the order of legends: first those that headwise assigns to heads, in a
-    fixed order, then other names in alphabetical order.
-    """
+    """Return the different role names in the order of plot legends: known roles first, then others by alphabet."""
     distinct = set(roles)
     return [role for role in ROLE_STYLES if role in distinct] + sorted(distinct - ROLE_STYLES.keys())
 

@@ -40,9 +40,8 @@ class Kind(NamedTuple):
 
 
 def plot_kind(kinds: Mapping[str, Kind], kind: Any, ax: Any, **options: Any) -> "Axes":
-    """Draw one kind of plot of a result. `kinds` has the available kinds by name, and `kind` is the name of one. An
-    option that is None has the default value of the kind. Raise `InputError` for an option that this kind does not
-    have.
+    """Draw one of the `kinds` of plots. Options that are None have the defaults of this kind. Other options that this
+    kind lacks raise `InputError`.
     """
     chosen = kinds[require_one_of("kind", kind, kinds, OTHER_RESULTS)]
     given = {name: value for name, value in options.items() if value is not None}
@@ -69,7 +68,8 @@ def require_heads(heads: Any, available: Container[tuple[int, int]], described: 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadNumbers:
-    """Statistics and roles of the heads of one model, in the form that plot functions need.
+    """Statistics and roles (names for what a head attends to) of the heads of one model, in the form that plot
+    functions need.
 
     Attributes:
         heads: each head's `(layer, head)`, zero-based.
@@ -96,8 +96,8 @@ class HeadNumbers:
 
     @classmethod
     def of_columns(cls, columns: Any, **further: Any) -> "HeadNumbers":
-        """Convert `columns`, the statistics of heads in the form for HTML pages, to the form for plots. `further` sets
-        other attributes of the returned object.
+        """Return the statistics in `columns` (those of an HTML page) in the form for plots. `further` sets other
+        attributes.
         """
         statistics, (means, errors, _) = columns.statistics, columns.estimates
         names = [each.name for each in statistics]
@@ -113,8 +113,8 @@ class HeadNumbers:
         )
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the kinds of plots that can be drawn of these heads, by name: "heatmap", "ranking", "scatter" and, if
-        roles were measured, "roles" and "role_counts".
+        """Return the kinds of plots that can be drawn, by name. Two of them are included only if the roles of the heads
+        are known.
         """
         kinds = {
             "heatmap": Kind(self._draw_heatmap, ("statistic",)),

@@ -36,7 +36,8 @@ NAMES_PER_LINE = 5
 
 @dataclass(frozen=True)
 class PlottedNumbers:
-    """Numbers of all heads along one axis of a plot, with their standard errors and the label of the axis.
+    """Numbers of all heads along one axis of a plot. A standard error is NaN where it is unknown; the list of standard
+    errors is empty if all are unknown. By default, the label of the axis is the name of the statistic.
 
     Attributes:
         statistic: name of the numbers.
@@ -51,8 +52,8 @@ class PlottedNumbers:
     label: str | None = None
 
     def bars(self, errors: float) -> list[float]:
-        """Return half the length of each error bar: `errors` times the number's standard error, or 0 where this is
-        unknown. Return an empty list if no standard error is known.
+        """Return the lengths of error bars: `errors` times each standard error, or 0 where it is unknown. The list is
+        empty if no bar has a length.
         """
         bars = [errors * sem if math.isfinite(sem) else 0.0 for sem in self.sems]
         return bars if any(bars) else []

@@ -21,8 +21,8 @@ LINKS = 6
 
 @dataclass(frozen=True)
 class Records:
-    """A result as rows, one dictionary per row, and metadata, for output as JSON or CSV. If the result is a table, the
-    rows have the columns of its Parquet file: those that identify the row, and for each statistic the mean, standard
+    """Result of an analysis for JSON or CSV: rows (dictionaries with the same columns) and metadata. The rows of a
+    table have the columns of its Parquet file. These identify the row, and state for each statistic the mean, standard
     error (`_sem`), sample size (`_n`) and degrees of freedom (`_df`).
 
     Attributes:
@@ -35,8 +35,8 @@ class Records:
 
 
 def study_records(study: Study) -> Records:
-    """Return the results of a study (comparison of numbers of heads by training small models), one row per head
-    setting. The column `frontier` is True for settings on the Pareto frontier. The metadata has the recommendation.
+    """Return the rows of a study's table, with the column `frontier` (True on the Pareto frontier). The metadata has
+    the recommendation.
     """
     frontier = study.frontier
     rows = [
@@ -48,8 +48,8 @@ def study_records(study: Study) -> Records:
 
 
 def comparison_records(comparison: Comparison, statistics: Sequence[str]) -> Records:
-    """Return the differences between two compared profiles, one row per head and statistic, the largest in standard
-    errors first. `statistics` names those to include; all are included if it is empty.
+    """Return the differences between two profiles, one row per head and statistic, the largest difference first. If
+    `statistics` is empty, all are included.
     """
     rows = [comparison.record(difference) for difference in comparison.largest(statistics)]
     return Records(rows, {"a": comparison.a.metadata, "b": comparison.b.metadata})
@@ -113,8 +113,8 @@ def write_json(records: Records, stream: TextIO) -> None:
 
 
 def write_csv(records: Records, stream: TextIO) -> None:
-    """Write the rows of a result to a stream as CSV. The first line has the names of the columns. Unknown values (NaN
-    and None) become empty, and lists become JSON.
+    """Write the rows of a result as CSV, below a line with the column names. NaN and None become empty cells, and lists
+    become JSON.
     """
     writer = csv.writer(stream, lineterminator="\n")
     columns = list(records.rows[0]) if records.rows else []

@@ -79,9 +79,8 @@ def print_scores(
 
 @print_result.register
 def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int) -> None:
-    """Print the `top` heads or sets of heads without which the loss rises most. Print also the number of heads or sets
-    without which the loss rises significantly, and falls significantly. These numbers are left out if the loss is a
-    distance from the unchanged model, which cannot fall.
+    """Print the `top` heads (or sets of heads) without which the loss rises most. Print also how many of all change the
+    loss significantly.
     """
     metadata: Any = ablation.metadata
     print_title(console, run_title(ablation))
@@ -130,9 +129,7 @@ def print_in_context(scores: InContextScores, console: Console, top: int) -> Non
 
 @print_result.register
 def print_patching(table: Patching, console: Console, top: int, *, title: str) -> None:
-    """Print the `top` heads with the largest effect of patching, which replaces a head's output by its output on
-    another prompt. Print also the logit differences of the answers without patching, on clean and on corrupted prompts.
-    """
+    """Print the `top` heads with the largest effects of patching, and the logit differences without patching."""
     measured: Any = table.metadata["measured"]
     print_title(console, f"{title}: {counted(measured['sequences'], 'prompt pair')}")
     clean, corrupted = (number(measured[name]) for name in ("clean", "corrupted"))
@@ -145,8 +142,8 @@ def print_patching(table: Patching, console: Console, top: int, *, title: str) -
 
 @print_result.register
 def print_curve(curve: PruningCurve, console: Console) -> None:
-    """Print a pruning curve as a table with one row per number of removed heads. One column for each order of removal
-    has the loss in this order. The last column has the range of the loss over the random orders.
+    """Print the loss for each number of removed heads: one column per order of removal, and the range over random
+    orders.
     """
     print_title(console, run_title(curve))
     console.print(f"loss of the unchanged model: {curve.baseline.text()}")
@@ -197,9 +194,8 @@ def print_sinks(table: SinkRate, console: Console, top: int) -> None:
 
 @print_result.register
 def print_name_movers(table: NameMovers, console: Console, top: int) -> None:
-    """Print the `top` heads with the largest direct effects on the difference of two answers' logits. Print also the
-    heads that pass the tests for name movers, which raise the logit of the name to which they attend, and for negative
-    name movers, which lower it.
+    """Print the `top` heads with the largest direct effect on the logits, and the heads that pass the tests for name
+    movers.
     """
     measured: Any = table.metadata["measured"]
     logit = MeanEstimate(**measured["logit"]).text("z.3f")
@@ -216,10 +212,8 @@ def print_name_movers(table: NameMovers, console: Console, top: int) -> None:
 
 @print_result.register
 def print_dependencies(table: DependencyAccuracy, console: Console, top: int) -> None:
-    """Print how accurately heads attend from words to their syntactic governors or dependents. Each of the `top` heads
-    is shown in one relation between words, the one that was selected for it. Its gain is its accuracy minus the
-    accuracy of the best fixed offset, such as the previous word. Print also the number of heads with a significant
-    gain.
+    """Print the `top` heads with the largest gain (accuracy minus that of the best fixed offset, such as the previous
+    word) in the syntactic relation selected for each head. Print also the number of significant gains.
     """
     measured, best = table.metadata["measured"], table.best()
     sentences, pairs = counted(measured["sequences"], "sentence"), counted(measured["pairs"], "pair")
@@ -250,10 +244,9 @@ def print_dependencies(table: DependencyAccuracy, console: Console, top: int) ->
 
 @print_result.register
 def print_norm_weighted(table: NormWeighted, console: Console, top: int, *, statistic: str) -> None:
-    """Print how norm-weighted attention (weights multiplied by the norms of the projected value vectors) differs from
-    attention weights. The `top` heads are those in which the largest share of attention is on other keys after this
-    multiplication. The columns have `statistic` of norm-weighted attention, and its difference from `statistic` of the
-    weights. Print also how many heads have a preference for long vectors, or a difference, that is significant.
+    """Print the `top` heads in which norm-weighted attention differs most from the attention weights, with the columns
+    of `statistic`. Print also how many changes of `statistic`, and how many preferences for long vectors, are
+    significant.
     """
     print_title(console, run_title(table, head=len(table.rows)))
     change = statistic + CHANGE_SUFFIX
@@ -265,9 +258,8 @@ def print_norm_weighted(table: NormWeighted, console: Console, top: int, *, stat
 
 @print_result.register
 def print_rollout(table: Rollout, console: Console, top: int, *, statistic: str) -> None:
-    """Print the attention rollout (attention multiplied over layers) of each layer. Then print the `top` heads in which
-    `statistic` of the rollout differs most from `statistic` of the head's own attention. Print also in how many heads
-    this change is significant.
+    """Print attention rollout (attention multiplied over layers) for each layer, and the `top` heads in which it
+    differs most from their own attention.
     """
     print_title(console, run_title(table, head=len(table.rows)))
     names = table.layers.statistics
@@ -290,9 +282,7 @@ def _print_means(
 
 
 def _print_found(table: HeadTable[Any], console: Console, name: str) -> None:
-    """Print in how many heads a column is significantly above 0, and in how many below, at a false discovery rate of 5
-    %.
-    """
+    """Print in how many heads a column of the table is significantly above 0, and in how many it is below."""
     if name in table.statistics:
         above, below = signs(significant(table, name))
         console.print(f"\n{name}: {above} of {len(table.rows)} heads above 0, {below} below, {AT_RATE}")
@@ -300,9 +290,7 @@ def _print_found(table: HeadTable[Any], console: Console, name: str) -> None:
 
 @print_result.register
 def print_positions(curves: PositionCurves, console: Console, top: int, *, statistic: str) -> None:
-    """Print a statistic by the position of the query, in bins of positions, for the `top` heads with the steepest
-    slopes on the logarithm of the position. Print also the slopes with their adjusted p-values.
-    """
+    """Print a statistic in bins (ranges) of query positions, for the `top` heads with the steepest slopes."""
     name = statistic + SLOPE_SUFFIX
     slopes = {row.name: row.statistics[name] for row in curves.slopes.rows if name in row.statistics}
     print_title(console, run_title(curves, head=len(curves.slopes.rows)))
@@ -328,8 +316,8 @@ def print_positions(curves: PositionCurves, console: Console, top: int, *, stati
 
 @print_result.register
 def print_distances(distances: AttentionDistances, console: Console, top: int) -> None:
-    """Print the distances in tokens within which heads put given shares of their attention, such as 90 %. The `top`
-    heads are those with the longest distance for the largest share.
+    """Print the distances within which heads put given shares of their attention, for the `top` heads with the longest
+    distances.
     """
     names = distances.statistics
     last = [name for name in names if not name.endswith(WITH_FIRST)][-1]
@@ -342,9 +330,8 @@ def print_distances(distances: AttentionDistances, console: Console, top: int) -
 def print_circuits(
     scores: CircuitScores, console: Console, top: int, *, composition: Composition | None, kind: str
 ) -> None:
-    """Print scores of heads from the weights of a model: the `top` heads with the largest first score, and the `top`
-    pairs of heads with the largest composition scores. `kind` names the kind of composition, such as "k". Without
-    `composition`, pairs are not printed.
+    """Print the `top` heads with the largest values in the first column of `scores`. With `composition`, print also the
+    `top` pairs of heads with the largest composition score of type `kind`.
     """
     print_title(console, f"{scores.model_name}: {len(scores.rows)} heads")
     names = scores.statistics
@@ -364,9 +351,8 @@ def print_circuits(
 
 @print_result.register
 def print_profile(profile: Profile, console: Console) -> None:
-    """Print the heads of a profile in groups by role (name for what a head attends to). Each head is followed by the
-    mean of the statistic that decides its role: on the data or on repeated random tokens, whichever is larger. In a
-    group, the largest mean comes first. Heads of the mixed role have no number.
+    """Print the heads of each role (name for what they attend to) with the statistic that decides it, the largest mean
+    first.
     """
     print_title(console, run_title(profile, head=len(profile.heads)))
     heads_by_role = profile.roles()

@@ -24,18 +24,14 @@ def print_smaller(described: str, sizes: Mapping[str, int], console: Console) ->
 
 
 def plan_records(plan: PruningPlan, metadata: Mapping[str, Any]) -> Records:
-    """Return a pruning plan as rows, one per attention module, with the heads that remain. The metadata has the plan's
-    other settings, in addition to `metadata`.
-    """
+    """Return a pruning plan as rows, one per attention module; the metadata has the plan's other settings."""
     rows = [{**asdict(each), "kept": list(each.kept), "kept_kv_heads": each.kept_kv_heads} for each in plan.modules]
     described = {name: getattr(plan, name) for name in ("constraint", "keep", "scores", "rounds", "loader")}
     return Records(rows, {**metadata, "plan": described})
 
 
 def print_recipe(report: RecipeResult, console: Console) -> None:
-    """Print one line for each step of a model compression: the number of parameters, the loss on held-out text, and the
-    difference of this loss from the loss of the original model.
-    """
+    """Print the number of parameters and the held-out loss of a model after each step of its compression."""
     print_title(console, f"{report.model}: {report.loss} on {counted(report.documents, 'held-out document')}")
     loads = "plain transformers loads" if report.loader == "transformers" else "only headwise.load loads"
     console.print(f"{loads} the smaller model, whose outputs are equal after loading")

@@ -54,9 +54,8 @@ def print_title(console: Console, title: str) -> None:
 
 
 def run_title(table: Table[Any], **counts: int) -> str:
-    """Return a title for a table in one line: the name of the model, how its weights were quantised, the data source,
-    and the numbers of sequences and tokens. `counts` has further numbers by the singular of what is counted, such as
-    `head=144`.
+    """Return a title in one line: model, quantisation, data source and numbers, for example "144 heads" for `head=144`
+    in `counts`.
     """
     metadata: Any = table.metadata
     measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
@@ -83,9 +82,7 @@ def means(row: Row, names: Iterable[str], form: str = "z.4f") -> list[str]:
 
 
 def significant(table: Table[Any], statistic: str) -> list[float]:
-    """Return the means of a statistic in those rows of a table in which the statistic differs significantly from the
-    value without an effect, at a false discovery rate of 5 %.
-    """
+    """Return the means of a statistic in those rows of a table in which it differs significantly from no effect."""
     q = table.tests()[f"{statistic}_q"]
     return [
         row.statistics[statistic].value for row, rate in zip(table.rows, q, strict=True) if rate <= FALSE_DISCOVERY_RATE

@@ -91,9 +91,8 @@ def print_views(views: ViewSet, console: Console) -> None:
 
 
 def print_foci(foci: Sequence[Focus], console: Console) -> None:
-    """Print results of `find`. For each set of words, print the heads whose attention on the words exceeds uniform
-    attention most, and the verdict: which heads attend mainly to the words. If the first of these heads attends even
-    more to another word, name this word.
+    """Print, for each set of words, the heads whose attention on these words exceeds uniform attention most, and the
+    verdict.
     """
     for focus in foci:
         console.print()

@@ -30,8 +30,7 @@ COLUMNS = {
 
 
 def print_study(study: Study, console: Console) -> None:
-    """Print the results of a study, which trains small models to compare numbers of heads. Print a table of the head
-    settings with the Pareto frontier marked, the settings that were left out or trained too little, and the
+    """Print the head settings of a study with the Pareto frontier marked, what limited the study, and the
     recommendation.
     """
     metadata = study.metadata
@@ -73,9 +72,8 @@ MOST_NAMED = 5
 
 
 def print_history(history: History, limits: AlarmLimits, console: Console, changed: int) -> None:
-    """Print the state of a training from its history of head statistics. For each statistic, print the smallest, the
-    median and the largest value over all heads in the last observed step. Name the `changed` heads whose value changed
-    most since the first step. Then print the alarms of the last step by kind.
+    """Print the state of a training: each statistic in the last step, the heads that changed most (`changed` per
+    statistic), and the alarms.
     """
     first, last = history.steps[0], history.steps[-1]
     rows = history.rows(last)
@@ -108,9 +106,8 @@ def print_history(history: History, limits: AlarmLimits, console: Console, chang
 
 
 def history_records(history: History, limits: AlarmLimits) -> Records:
-    """Return one row for each head in the last observed step of a training: the value of each statistic, and its change
-    since the first step (suffix `_change`). The metadata has the numbers of the observed steps and the alarms of the
-    last step.
+    """Return one row per head for the last step of a training, with the changes since the first step. The metadata has
+    the steps and alarms.
     """
     last = history.steps[-1]
     names = history.statistics

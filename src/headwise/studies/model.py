@@ -162,7 +162,9 @@ class Transformer(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm transformer layer: self-attention with the heads of `setting`, then a SwiGLU MLP."""
+    """Pre-norm transformer layer: self-attention with the numbers of heads and the head dimension of `setting`, then a
+    SwiGLU MLP.
+    """
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
         super().__init__()

@@ -43,8 +43,10 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """Number of steps of each training in a study, and expected durations. The plan is computed once and stored in the
-    database, so that all processes of the study use the same values.
+    """Plan of the trainings of a study: the number of steps of each training, and for each head setting (numbers of
+    heads and head dimension) the number of parameters. With a time limit, it also has the expected seconds of a step,
+    of an evaluation, and of additional measurements of a compared model. The plan is computed once and stored in the
+    database with the fingerprint `spec`, so that all processes use the same values.
 
     Attributes:
         steps: steps of each training.

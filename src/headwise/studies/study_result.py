@@ -36,9 +36,9 @@ Losses = Mapping[Setting, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Conclusion of a study: the recommended head setting or None, with the reason in a sentence. It also has the head
-    settings whose mean held-out loss does not differ significantly from the lowest, and the smallest significant
-    difference between two mean losses.
+    """Conclusion of a study: the recommended head setting (numbers of heads and head dimension) or None, with the
+    reason in a sentence. It also has the head settings whose mean held-out loss does not differ significantly from the
+    lowest, and the smallest significant difference between two mean losses.
 
     Attributes:
         setting: recommended setting; None if no setting is significantly better than the alternatives.
@@ -154,8 +154,8 @@ LABELS = {"loss": "held-out loss"}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SettingRow(Row):
-    """Row of a study's table: one head setting, with mean and standard error of its held-out loss and other
-    measurements over models that were trained with different seeds.
+    """Row of a study's table: one head setting (numbers of heads and head dimension), with mean and standard error of
+    its held-out loss and other measurements over models that were trained with different seeds.
 
     Attributes:
         num_heads: number of query heads.
@@ -184,9 +184,9 @@ class SettingRow(Row):
 
 
 class Study(Table[SettingRow]):
-    """Table of a study's results, one row per head setting: held-out loss, milliseconds per training step and further
-    measurements, each averaged over seeds. Its properties compute the smallest significant difference, the Pareto
-    frontier and the recommendation.
+    """Table of a study's results, one row per head setting (numbers of heads and head dimension): held-out loss,
+    milliseconds per training step and further measurements, each averaged over seeds. Its properties compute the
+    smallest significant difference, the Pareto frontier and the recommendation.
 
     Losses are in the units of the loss, `step_ms` in milliseconds. `metadata["runs"]` lists every final training, and
     `metadata["search"]` every learning-rate trial.

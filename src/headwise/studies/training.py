@@ -90,7 +90,8 @@ DEFAULT_RECIPE = Recipe()
 
 
 class TrainingResult(NamedTuple):
-    """Mean loss at the end of a training, and the duration of each of its steps.
+    """Result of one training: the mean training loss over the last tenth of the steps, and the time of each step in
+    seconds.
 
     Attributes:
         loss: mean training loss over the last tenth of the steps.
@@ -190,7 +191,8 @@ TrainedCallback = Callable[[nn.Module, Setting, int], None]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Data of a study: training and held-out batches, and the loss of a model on them.
+    """Data of a study: batches to train models on, held-out batches to compare models on, the loss function `(model,
+    batch) -> (batch,)`, and the labels of a classifier in the order of its classes.
 
     Attributes:
         training: batches to train on.

@@ -47,8 +47,8 @@ learning-rate trials of each setting."""
 
 @dataclass(frozen=True)
 class OptunaOptions:
-    """Database, study name and pruner for Optuna, which stores the trials of a study and searches learning rates. The
-    pruner decides which learning-rate trials are stopped early.
+    """Database, study name and pruner for Optuna, which stores the trainings of a study (its trials) and searches
+    learning rates. The pruner decides which trials of this search are stopped early.
 
     Attributes:
         storage: URL of a database, as SQLAlchemy accepts it, for processes on several machines; by default an SQLite
@@ -65,8 +65,9 @@ class OptunaOptions:
 
 @dataclass(frozen=True)
 class TrialKey:
-    """Identity of a trial. A trial is one training of a study: either a short one that tries a learning rate, or a
-    final one with the best learning rate, whose result is compared with those of other settings.
+    """Identity of a trial, which is one training of a study. A search trial tries a learning rate. A final trial uses
+    the best rate, and its result is compared with those of other head settings. Trials of a setting are numbered from
+    0; for a final trial, the number is the seed.
 
     Attributes:
         setting: heads of the trained model.

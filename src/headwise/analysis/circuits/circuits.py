@@ -131,7 +131,7 @@ def _batch(model: nn.Module, batch: Any) -> dict[str, Any]:
 @dataclass(frozen=True, eq=False, repr=False)
 class FactoredMatrix:
     """A matrix of low rank, stored as two factors: `left @ right`. Norm, singular values and eigenvalues are computed
-    from the factors; only `matrix()` multiplies them.
+    from the factors. Only the method `matrix()` multiplies the factors.
 
     Attributes:
         left: first factor, `(rows, rank)`, or one for each of several matrices, `(..., rows, rank)`.

@@ -30,8 +30,9 @@ DRAWS = 64
 
 
 class CircuitScores(HeadTable[HeadRow]):
-    """Table with one row per head: scores that are computed from the head's OV and QK matrices, such as norms and the
-    copying score.
+    """Table of scores of each head, one row per head. The scores are computed from the weights of its QK matrix (which
+    determines attention scores) and its OV matrix (which maps an attended token to the head's output). Examples are
+    norms and the copying score.
 
     E is what each token adds to the residual stream, U is the output embedding times the linear part of the final norm,
     and l are the eigenvalues of a matrix of vocabulary by vocabulary:
@@ -72,7 +73,8 @@ class CircuitScores(HeadTable[HeadRow]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HeadPair(Row):
-    """Row of a table of composition scores: a head, a head of an earlier layer, and the scores of this pair.
+    """Row of a table of composition scores, which state how strongly a head reads the output of a head of an earlier
+    layer: both heads, and their scores.
 
     Attributes:
         layer: layer of the later head, zero-based.
@@ -96,10 +98,11 @@ class HeadPair(Row):
 
 
 class CompositionSummary(HeadTable[HeadRow]):
-    """Table with one row per head: its largest composition scores. `k_in` is the largest score with which the head's
-    keys read the output of an earlier head. `k_out` is the largest score with which the keys of a later head read the
-    output of this head. The columns of `q` and `v` are the same for queries and values. A column is NaN without such an
-    earlier or later head, and for a head whose matrix is 0.
+    """Table of the largest composition scores of each head, one row per head. A composition score states how strongly a
+    head's queries (`q`), keys (`k`) or values (`v`) read the output of an earlier head. `k_in` is the largest score of
+    this head's keys with an earlier head, and `k_out` the largest score of a later head's keys with this head. The
+    columns for `q` and `v` are named in the same way. A column is NaN if there is no earlier or later head, or if the
+    head's matrix is 0.
     """
 
     NAME = "composition-summary"

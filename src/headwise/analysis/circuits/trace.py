@@ -104,8 +104,8 @@ class ModuleCall(NamedTuple):
 
 
 class RunTrace(SiteRegistry):
-    """Recorded run of a model on one sequence: attention weights, and head outputs before the output projection, by the
-    path of the module and in the order of the calls; and all calls of modules, in the order in which they ended.
+    """Recorded run of a model on one sequence. It has the attention weights, and the head outputs before the output
+    projection, by the path of the attention module. It also has all calls of modules, in the order in which they ended.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:

@@ -19,7 +19,9 @@ DRAWN = 6
 
 
 class HeadCurves(Table[HeadRowT]):
-    """Base class of tables that contain a curve for each head: one row per head and point of the curve."""
+    """Base class of tables with one curve per head, such as attention by distance. There is one row for each head and
+    each point of its curve.
+    """
 
     def curve(self, layer: int, head: int) -> list[HeadRowT]:
         """Return the rows of the table for one head, in the order of the points of its curve.

@@ -32,7 +32,8 @@ SLOPE_SUFFIX = "_slope"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PositionRow(HeadRow):
-    """Table row: the attention statistics of a head over the queries whose positions are in one bin.
+    """Table row: the attention statistics of a head over the queries whose positions are in one bin (range of
+    positions).
 
     Attributes:
         position_from: first position of the bin, counted from 0 at the first token of a sequence.

@@ -21,8 +21,8 @@ NORM_PREFIX = "norm_"
 
 class NormWeighted(HeadTable[HeadRow]):
     """Table of norm-weighted attention (Kobayashi et al. 2020), one row per head. Each attention weight is multiplied
-    by a norm: that of the key's value vector after the output projection. The statistics of these products are compared
-    with those of the plain weights.
+    by the norm of the key's value vector after the output projection. The table compares statistics of these products
+    with statistics of the plain weights.
 
     With A_ij the weight of key j for query i and f(x_j) the key's value vector, with its bias, times the head's slice
     of the output projection, let

@@ -38,7 +38,7 @@ ROLLED_PREFIX = "rolled_"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LayerRow(Row):
-    """Table row for one layer of a model, with statistics of its attention rollout.
+    """Table row for one layer of a model, with statistics of attention rollout (attention multiplied over layers).
 
     Attributes:
         layer: the layer's number, zero-based.
@@ -304,10 +304,10 @@ class RolloutRun(LayerReader):
 
 @dataclass
 class _Columns:
-    """State of the attention rollout while the model runs: the rollout matrix of the layers so far, multiplied by a
-    matrix of some columns. The latter has two columns for each token in `tokens`: the token's column of the identity
-    matrix, and the distance of every token to this token. Its last three columns are 1 at first tokens, at special
-    tokens, and at all tokens.
+    """State of attention rollout (attention multiplied over layers) while the model runs: the rollout matrix of the
+    layers so far, times a matrix with some columns. There are two columns for each token in `tokens`: the token's
+    column of the identity matrix, and the distances of all tokens to this token. The last three columns are 1 at first
+    tokens, at special tokens, and at all tokens.
 
     Attributes:
         tokens: indices of the tokens that have two columns each.

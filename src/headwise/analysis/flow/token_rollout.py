@@ -165,9 +165,10 @@ def _indices(queries: Any, count: int) -> tuple[int, ...]:
 
 
 class _RowPass(LayerReader):
-    """Interceptor that multiplies some rows of the rollout by the mean attention matrix of each layer in `numbers`,
-    from the last layer to the first. `shares` are these rows, one per query token. For a single layer, the product is
-    computed block by block; for several layers, their matrices are stored.
+    """Interceptor that multiplies rows of an attention rollout (`shares`, one row per query token) by the attention
+    matrix of each layer in `numbers`, averaged over heads, from the last layer to the first. For a single layer, the
+    product is computed block by block. For several layers, their attention matrices are stored and multiplied after the
+    run.
     """
 
     def __init__(

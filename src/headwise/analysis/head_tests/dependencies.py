@@ -38,8 +38,8 @@ DIRECTIONS = ("to governor", "to dependent")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DependencyRow(HeadRow):
-    """Table row with the dependency accuracy of one head for one syntactic relation and direction. It is the share of
-    words from which the head attends most to the word at the other end of the relation.
+    """Table row with the dependency accuracy of one head for one syntactic relation and direction. The accuracy is the
+    share of words from which the head attends most to the word at the other end of the relation.
 
     Attributes:
         relation: relation of the dependent to its governor, such as `nsubj`.
@@ -56,8 +56,9 @@ class DependencyRow(HeadRow):
 
 
 class _GainTable(Table[DependencyRow]):
-    """Base class of tables of dependency accuracy. The column `gain` is the accuracy of a head minus the accuracy of
-    always choosing the word at a fixed offset. It is tested against zero.
+    """Base class of tables of dependency accuracy (how often heads attend along a syntactic relation). The column
+    `gain` is the accuracy of a head minus the accuracy of always choosing the word at a fixed offset. The gain is
+    tested against zero.
     """
 
     ROW_TYPE = DependencyRow
@@ -71,9 +72,10 @@ class _GainTable(Table[DependencyRow]):
 
 
 class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
-    """Table with one row per head: its dependency accuracy for one syntactic relation and direction of attention. These
-    are the relation and direction with the largest gain (accuracy minus that of a fixed offset in words) in one half of
-    the documents. The column `gain` is measured in the other half, so that the choice does not bias it.
+    """Table of dependency accuracy, one row per head: how often the head attends most from a word to the word at the
+    other end of a syntactic relation. Each row has the relation and direction with the largest gain (accuracy minus
+    that of a fixed offset in words) in one half of the documents. The column `gain` is measured in the other half, so
+    that the choice does not bias it.
 
     The columns are those of `DependencyAccuracy`. `gain_q` is adjusted for the number of heads.
     """
@@ -346,8 +348,8 @@ NO_WORD = -1
 
 
 class MostAttendedWords(WeightReader):
-    """Interceptor that finds, for each head and each word of one sentence, the other word that receives most attention
-    from it while the model runs.
+    """Interceptor that finds the most attended words of one sentence while the model runs. For each head and each word,
+    it is the other word that receives most attention from this word.
 
     The attention between two words is the sum over the tokens of the attended word and the mean over the tokens of the
     attending one (Clark et al. 2019, section 4.1). Tokens of no word, such as [CLS], do not compete. The row blocks of

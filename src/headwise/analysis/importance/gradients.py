@@ -155,7 +155,8 @@ def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
 @storable
 @dataclass
 class GradientProgress(SiteProgress):
-    """Statistics that one process has measured so far for a gradient-based importance method.
+    """Statistics that one process has measured so far for a method that computes the importance of heads from
+    gradients.
 
     Attributes:
         counted: moments of a 0 for each example whose loss is not NaN.

@@ -49,9 +49,10 @@ HeadInputs = Mapping[str, Float[Tensor, "batch receivers length features"]]
 
 
 class PathPatching(Patching):
-    """Table of the effect of patching the direct paths from one head (the sender) to the receivers, which are other
-    heads or the logits. It has one row per sender. The columns `difference` (of logits) and `recovered` are defined as
-    for activation patching.
+    """Table of the effect of patching direct paths, one row per head (the sender). The receivers, which are other heads
+    or the logits, read the sender's output from another run, and the outputs of all other heads are frozen.
+    `difference` is the logit of the right answer minus that of the wrong one after patching. `recovered` is this
+    difference on a scale from 0 (corrupted run) to 1 (clean run).
 
     The steps are those of Wang et al. (2022, appendix B, algorithm 1):
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class ClusterCost(NamedTuple):
-    """Ablation effects of a cluster of similar heads. They are the increase of the loss without each single head of the
-    cluster, and without all of these heads together.
+    """Ablation effects of a cluster of similar heads: the increase of the loss without each single head of the cluster,
+    and the increase without all of these heads together.
 
     Attributes:
         heads: `(layer, head)` of each head.

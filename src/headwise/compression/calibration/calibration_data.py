@@ -39,8 +39,8 @@ FOLDS = 4
 
 
 class ScoredHead(NamedTuple):
-    """Location of an attention head in a model: layer number, head number, and path of the attention module that the
-    head belongs to.
+    """Location of an attention head in a model: layer, index, attention module and kind of attention ("self" or
+    "cross"), with the index of its key/value head.
 
     Attributes:
         layer, head: zero-based numbers of the head.
@@ -129,8 +129,8 @@ def _heads(registry: SiteRegistry) -> tuple[ScoredHead, ...]:
 
 
 class _Survey(SiteRegistry):
-    """Interceptor that records, for each batch, the sites that run. A site is an attention module, in self- or
-    cross-attention.
+    """Interceptor that records which attention modules run on each batch, separately for self- and cross-attention. The
+    attribute `problem` is the error to be raised after a batch, if there is one.
 
     Attributes:
         sites_of_batches: the sites, by batch.
@@ -155,7 +155,7 @@ class _Survey(SiteRegistry):
 
 
 class _PaddingSurvey(_Survey):
-    """Interceptor that records the attention modules that run on each batch. It also checks that the padding masks of a
+    """Interceptor that records which attention modules run on each batch. It also checks that the padding masks of the
     batch mark every token that an attention call hides as padding.
     """
 

@@ -129,7 +129,8 @@ class OutputMoments:
 
 
 class WeightChange(NamedTuple):
-    """Change of an output projection when a block of its input columns is removed.
+    """Change of an output projection when a block of its input columns, such as those of one head, is removed, and the
+    weights of the other columns are fitted again.
 
     Attributes:
         left: first factor of the change of the weight, which is `-left @ right`.

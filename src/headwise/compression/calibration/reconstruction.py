@@ -163,8 +163,8 @@ def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[s
 
 class LayerRuns:
     """Runs of a model on the batches of a data set, one layer after the other: a run up to a layer reuses the stored
-    outputs of earlier layers. The model is in evaluation mode, and `layers` lists the paths in the order in which it
-    runs them.
+    outputs of earlier layers. The model is in evaluation mode. `layers` lists the paths of its layers in the order in
+    which they run.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> None:

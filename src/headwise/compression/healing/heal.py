@@ -54,7 +54,9 @@ CHECKPOINT, FINISHED = "unfinished-heal.pt", "healed.pt"
 
 @dataclass(frozen=True)
 class HealingOptions:
-    """Options of `heal`, the training of a compressed model by the dense one. Invalid values raise `InputError`."""
+    """Options of `heal`, which trains a compressed model to have the same outputs as the dense one. Invalid values
+    raise `InputError`.
+    """
 
     steps: int
     lr: float = 1e-4
@@ -222,9 +224,9 @@ class TrainingBatches:
 
 
 class HealingFolder:
-    """Output folder of a healing run (training by a dense model), which can be stopped and resumed. A run resumes only
-    from files that were written with the same JSON-compatible settings. Without a folder (None), nothing is read or
-    written.
+    """Output folder of a healing run (training of a compressed model by the dense one), which can be stopped and
+    resumed. A run resumes only from files that were written with the same JSON-compatible settings. Without a folder
+    (None), nothing is read or written.
     """
 
     def __init__(self, folder: str | Path | None, settings: Mapping[str, Any]) -> None:

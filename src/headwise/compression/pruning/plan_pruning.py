@@ -207,8 +207,9 @@ def _remove_in_rounds(
 
 
 class _TableScores:
-    """Scores from a table of heads, or from a function that returns such a table for the model without some heads. The
-    score of a set of heads is the sum of one statistic over the heads, by default the one that the table's plots show.
+    """Pruning scores from a table with one row per head, or from a function that returns such a table for the model
+    without some heads. The score of a set of heads is the sum of one statistic over the heads, by default of the
+    statistic that the table's plots show.
     """
 
     is_comparable = True

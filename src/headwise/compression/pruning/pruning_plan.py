@@ -23,7 +23,8 @@ Head = tuple[int, int]
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """Attention module in a pruning plan, with the heads that remain in it.
+    """Attention module in a pruning plan, with its numbers of query and key/value heads before pruning, and the query
+    heads that remain (`kept`). Its `kind` is "self" or "cross" attention.
 
     Attributes:
         layer: number of the layer.

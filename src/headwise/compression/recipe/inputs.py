@@ -41,7 +41,8 @@ FACTOR = 6_364_136_223_846_793_005
 
 @dataclass(frozen=True)
 class RecipeInputs:
-    """Model, tokenizer, texts and loss that the steps of a compression recipe need, loaded and checked.
+    """Inputs of a compression recipe, loaded and checked: the dense model with its location, the tokenizer, the texts
+    for the steps of the recipe (`texts`), the held-out texts (`verify`), and the loss.
 
     Attributes:
         source: location of the dense model.

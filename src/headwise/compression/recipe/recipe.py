@@ -24,8 +24,8 @@ SectionT = TypeVar("SectionT")
 
 @dataclass(frozen=True)
 class DataSection:
-    """Section of a compression recipe that names a file or folder of texts, with the options of `Texts`. An option that
-    is not stated is None.
+    """Section of a compression recipe that names a file or folder of texts, with options of `Texts`. An option that the
+    recipe does not state is None.
     """
 
     path: str
@@ -50,8 +50,8 @@ class DataSection:
 
 @dataclass(frozen=True)
 class PruneSection:
-    """Section [prune] of a compression recipe. It states either `keep`, the share of heads that remain by a new pruning
-    plan, or `plan`, the file of a saved plan.
+    """Section [prune] of a compression recipe. It has either `keep`, the share of heads that a new pruning plan keeps,
+    or `plan`, the path of a saved plan.
     """
 
     keep: float | None = None
@@ -93,8 +93,8 @@ class MergeSection:
 
 @dataclass(frozen=True)
 class HealSection(HealingOptions):
-    """Section [heal] of a compression recipe, with the options of `hw.heal`, the training of the smaller model by the
-    dense one.
+    """Section [heal] of a compression recipe: options of `hw.heal`, which trains the compressed model. If `batch` is
+    None, the batch size is that of the data.
 
     Attributes:
         batch: sequences per batch; None for that of the data.
@@ -110,8 +110,8 @@ class HealSection(HealingOptions):
 
 @dataclass(frozen=True)
 class ReportSection:
-    """Section [report] of a compression recipe, with the options of `hw.compression_report`: it compares sizes, times,
-    losses and generated text of the dense and the smaller model.
+    """Section [report] of a compression recipe: options of `hw.compression_report`, which compares the dense and the
+    compressed model.
     """
 
     prompt: int = 128
@@ -130,6 +130,7 @@ class ReportSection:
 @dataclass(frozen=True)
 class CompressionRecipe:
     """Content of a compression recipe: a TOML file that states a model, its data, and the steps that make it smaller.
+    Steps that are left out are None. The held-out data (`verify`) have the options of `data` by default.
 
     Attributes:
         model: name of the model, as in `hw.load`.

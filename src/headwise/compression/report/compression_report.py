@@ -139,8 +139,8 @@ def compression_report(
 
 
 class _Parts:
-    """Builder of the rows of a compression report for a dense and a compressed model, with notes about what cannot be
-    measured.
+    """Builder of the rows of a report that compares a dense and a compressed model, with notes about quantities that
+    cannot be measured.
     """
 
     def __init__(self, models: ModelPair, data: ReportData, prompt: int, new_tokens: int, tokenizer: Any) -> None:

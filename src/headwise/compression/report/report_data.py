@@ -36,7 +36,7 @@ SAME = 1e-3
 
 @dataclass(frozen=True)
 class ReportData:
-    """Held-out data of a compression report, as batches on the device of the models.
+    """Held-out data for a comparison of a dense and a compressed model, as batches on the device of the models.
 
     Attributes:
         batches: arguments of the models.

@@ -50,11 +50,10 @@ from headwise.runs.fingerprint import identity_of
 
 
 class LeastSquaresScores:
-    """Pruning scores of sets of heads: the rise of the mean squared error of an attention module's output y when the
-    heads are removed. After the removal, the output projection is fitted again to y by least squares; the error is
-    measured on sequences left out of the fit. The rise is divided by the mean of `|y|^2` (about the mean of y if the
-    projection has a bias). Tokens are weighted by the mean squared derivative of the model's output with respect to y
-    at the token.
+    """Pruning scores of sets of heads. The heads are removed from an attention module, and its output projection is
+    fitted again by least squares to its old output y. The score is the rise of the mean squared error on sequences left
+    out of the fit. It is divided by the mean of `|y|^2` (about the mean of y if the projection has a bias). Tokens are
+    weighted by the mean squared derivative of the model's output with respect to y at the token.
 
     State with `fitted` whether the projections will be fitted (`hw.prune` with calibration data) or keep their weights.
 

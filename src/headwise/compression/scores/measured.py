@@ -72,8 +72,8 @@ class MagnitudeScores:
 
 
 class _MeasuredScores:
-    """Base class of pruning scores that are measured on data, in the model without the heads that are removed
-    already.
+    """Base class of pruning scores that are measured on data, in a model from which the heads pruned so far are
+    removed.
     """
 
     rounds: int | None = DEFAULT_ROUNDS
@@ -112,8 +112,8 @@ class _MeasuredScores:
 
 class AblationScores(_MeasuredScores):
     """Pruning scores of sets of heads by ablation: the rise of the mean loss when the outputs of all heads in the set
-    are multiplied by 0 (Michel, Levy and Neubig 2019, section 3.2). It is measured in the model without the heads that
-    are removed already.
+    are multiplied by 0 (Michel, Levy and Neubig 2019, section 3.2). The rise is measured in the model without the heads
+    that are removed already.
 
     Args:
         model: the model.
@@ -148,9 +148,9 @@ class AblationScores(_MeasuredScores):
 
 
 class ImportanceScores(_MeasuredScores):
-    """Pruning scores of sets of heads by gradients: the importance of a head is the mean absolute derivative of the
-    loss with respect to a gate that multiplies its output (Michel, Levy and Neubig 2019, equation 5). The score is the
-    sum over the heads of a set. It is measured in the model without the heads that are removed already.
+    """Pruning scores of sets of heads by gradients. The importance of a head is the mean absolute derivative of the
+    loss with respect to a gate that multiplies its output (Michel, Levy and Neubig 2019, equation 5). The score of a
+    set is the sum over its heads. It is measured in the model without the heads that are removed already.
 
     Args:
         model: the model.

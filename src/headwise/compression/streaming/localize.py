@@ -170,8 +170,8 @@ def _attention_modules(model: Any, batch: Batch) -> tuple[LocalizedModule, ...]:
 
 
 class _ModuleReader(ModuleAttention):
-    """Interceptor of one attention module that computes attention unchanged, and reads the module's numbers of heads,
-    widths and dtype from the call.
+    """Interceptor of one attention module that leaves attention unchanged, and stores the module's location and sizes
+    in `found`.
 
     Attributes:
         found: the module.
@@ -300,8 +300,8 @@ def _texts(batches: Sequence[Batch]) -> Iterator[tuple[int, ...]]:
 
 
 class WindowEffects(ModuleAttention):
-    """Interceptor of one attention module that computes attention unchanged. It measures, for each key/value head, the
-    estimated effect on the loss if the head attended only to the first tokens and a window.
+    """Interceptor of one attention module that computes attention unchanged. It estimates, for each key/value head, how
+    the loss would change if the head attended only to the first tokens and a window of recent ones.
 
     With g_t the derivative of the loss with respect to the outputs of the query heads at token t, and e_t the change of
     these outputs if the head sees only its window, the score is the sum of `(g_t . e_t)^2` over all tokens. This is the

@@ -104,7 +104,7 @@ class LocalizedModule:
 
 
 class TokenPositions(NamedTuple):
-    """Position of each key in its sequence, for one attention call. The queries belong to the last tokens.
+    """Position of each key in its sequence, for one attention call. The queries of the call belong to the last tokens.
 
     Attributes:
         tokens: number of keys that belong to tokens. Later keys are unused slots of a static cache.
@@ -238,8 +238,8 @@ def require_followed(call: HFCall, path: str) -> None:
 
 
 class StreamingAttention(ModuleAttention):
-    """Interceptor of one attention module whose streaming heads attend to the first tokens and a window only, and whose
-    other heads attend to all tokens.
+    """Interceptor of one attention module whose streaming heads attend only to the first tokens and a window of recent
+    ones, and whose other heads attend to all tokens.
 
     Attributes:
         restriction: the heads, the window and the first tokens, which a cache compares with its own.

@@ -40,8 +40,8 @@ def _classes() -> tuple[Any, Any]:
     library = require("transformers.cache_utils", purpose="a cache", extra="hf")
 
     class StreamingCache(library.DynamicCache):  # type: ignore[name-defined,misc]
-        """`transformers` cache in which some layers have streaming heads. `attention_layers` lists the numbers of the
-        layers that store keys and values, in the order in which they run.
+        """Cache for a model with streaming heads (heads that attend only to the first tokens and recent ones).
+        `attention_layers` lists the numbers of the layers that store keys.
         """
 
         def __init__(self, attention_layers: list[int], config: Any) -> None:
@@ -61,15 +61,18 @@ def _classes() -> tuple[Any, Any]:
             return super().update(keys, values, layer_idx, *args, **kwargs)
 
     class StreamingLayer(StreamingStorage, library.DynamicLayer):  # type: ignore[name-defined,misc]
-        """Layer of a `transformers` cache that stores fewer keys and values for streaming heads than for others."""
+        """Layer of a `transformers` cache that stores fewer keys and values for streaming heads, which attend only to
+        the first tokens and recent ones, than for others.
+        """
 
     return StreamingCache, StreamingLayer
 
 
 class StreamingStorage:
-    """Keys and values of one layer: of all tokens for full heads, and of the first tokens and a window for streaming
-    heads. `update` returns placeholder tensors in the shape of all keys and values. The module's attention then calls
-    `join`, which stores the new keys and values, and returns the keys and values of both kinds of heads.
+    """Keys and values of one layer: of all tokens for full heads, and of the first tokens and a window of recent ones
+    for streaming heads. `update` returns placeholder tensors in the shape of all keys and values. The module's
+    attention then calls `join`, which stores the new keys and values, and returns the keys and values of both kinds of
+    heads.
 
     Attributes:
         keys, values: those of the heads that attend to all tokens `(batch, full heads, tokens, ...)`; None at first.

@@ -22,7 +22,8 @@ from headwise.wording import counted
 
 
 class CacheBytes(NamedTuple):
-    """Bytes of the keys and values in a cache, with and without streaming heads.
+    """Bytes of the keys and values in a cache if all heads attend to all tokens (`dense`) and with streaming heads
+    (`streaming`), and the dtype of the keys and values as text.
 
     Attributes:
         dense: bytes without streaming heads.
@@ -42,8 +43,8 @@ class CacheBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamingHeads(JsonResult):
-    """Result of `hw.localize`: the streaming heads of a model, which attend to the first tokens and a window only, and
-    the losses with and without this restriction.
+    """Result of `hw.localize`: the streaming heads of a model, which attend only to the first tokens and a window of
+    recent ones, and the losses with and without this restriction.
 
     Attributes:
         modules: the attention modules, in the order of the model.
