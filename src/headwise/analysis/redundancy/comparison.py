@@ -44,10 +44,10 @@ LARGEST_EXPECTATION = 0.05
 @storable
 @dataclass
 class ComparisonProgress(SiteProgress):
-    """Results of comparing heads that one process has so far. For each pair of attention modules, `products` are running
-    sums that compare the outputs of their heads. For each module, `distances` are running means of the distances between
-    the attention weights of its heads, and `rounding` is the squared relative difference up to which outputs of one
-    head at two tokens count as equal.
+    """Results of comparing heads that one process has so far. For each pair of attention modules, `products` are
+    running sums that compare the outputs of their heads. For each module, `distances` are running means of the
+    distances between the attention weights of its heads, and `rounding` is the squared relative difference up to which
+    outputs of one head at two tokens count as equal.
     """
 
     products: dict[tuple[SiteKey, SiteKey], OutputProducts] = field(default_factory=dict)
