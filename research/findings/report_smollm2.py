@@ -161,9 +161,10 @@ def gradients(ablation: hw.Ablation, folder: Path) -> list[str]:
         f"predicted and {sum(measured) / len(measured):.4f} nats measured: the prediction leaves out terms of higher "
         "order.",
         "",
-        "The mean absolute derivative (Michel, Levy and Neubig 2019) cannot show that removing a head lowers the "
-        f"loss. Its correlation with the measured effects is {size.spearman:.2f} by Spearman "
-        f"({span(size.interval('spearman'), 2)}). Of the {MOST} heads with the largest mean absolute derivative, "
+        "The mean absolute derivative (Michel, Levy and Neubig 2019) has no sign, so it cannot show that removing a "
+        "head lowers the loss. Its correlation with the measured effects of removing each head is "
+        f"{size.spearman:.2f} by Spearman (95 % interval: {span(size.interval('spearman'), 2)}). Of the {MOST} "
+        "heads with the largest mean absolute derivative, "
         f"{round(MOST * size.overlap(MOST))} are among the {MOST} with the largest measured effect.",
         "",
         "The scores of all heads by integrated gradients should add up to the effect of removing all heads. "

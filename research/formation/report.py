@@ -54,10 +54,10 @@ with hw.monitor(model, every=20, statistics=["previous", "max_logit"]) as monito
 monitor.history.plot("previous")    # attention to the previous token: a line for each head
 ```
 
-`hw.random_repeats` returns random tokens that occur four times in a row. The statistic `induction` of a head is the
-share of its attention that goes to the tokens after earlier copies of the query's token. Olsson et al. (2022) call it
-the prefix-matching score. This statistic needs token ids, so `hw.watch` measures it in additional forward passes.
-`hw.monitor` measures statistics that need no token ids, in the forward passes of the training itself.
+`hw.random_repeats` returns random tokens of which the whole sequence occurs four times. The statistic `induction` of a
+head is the share of its attention that goes to the tokens after earlier copies of the query's token. Olsson et al.
+(2022) call it the prefix-matching score. This statistic needs token ids, so `hw.watch` measures it in additional
+forward passes. `hw.monitor` measures statistics that need no token ids, in the forward passes of the training itself.
 
 `make formation` repeats the measurements and writes this page.
 """

@@ -17,9 +17,10 @@ SETTING = """\
 The model of this experiment is a Llama of `transformers` with two layers and {parameters:,} parameters, with
 `attn_implementation="eager"` and autocast to float16. It trains on rows of {length} tokens of the Bible text,
 without added repeats. The learning rate of AdamW is {rate} for most parameters, and {query_key_rate} for the query
-and key projections, which is too high. There is no clipping of gradients. The products of queries and keys are
-float16 numbers, whose largest value is 65,504. With {head_dim} features of a head, this is a logit of {limit:,.0f}.
-If a logit is larger, the attention weights of its row become NaN, and so does the loss.
+and key projections, which is too high on purpose. There is no clipping of gradients. The products of queries and keys
+are float16 numbers, whose largest value is 65,504. A logit is such a product divided by the square root of the
+{head_dim} features of a head, so the largest logit is {limit:,.0f}. If a logit is larger, the attention weights of its
+row become NaN, and so does the loss.
 
 For each seed, the Llama model is trained twice, and `hw.monitor` observes every step. The second training differs
 from the first only in one call of `hw.qk_clip` after each step, with a threshold of {threshold:.0f}. The two

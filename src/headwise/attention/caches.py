@@ -306,8 +306,8 @@ class SlidingCache(GrowingCache):
         return CacheUpdate(tensors, key_positions, token_count, buffers)
 
     def commit(self, update: CacheUpdate) -> None:
-        """Store the first `sinks` and the last `window - 1` tokens of an update, and drop the tokens between them. The
-        next query attends to the stored tokens and to its own key.
+        """Store the first `sinks` and the last `window - 1` tokens of an update, which has the stored and the new
+        tokens, and drop the tokens between them. The next query attends to the stored tokens and to its own key.
         """
         keys = update.tensors[0].shape[2]
         sinks = min(self.sinks, keys)

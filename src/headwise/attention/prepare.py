@@ -62,7 +62,9 @@ class AttentionInputs(NamedTuple):
 
     @property
     def grid(self) -> Grid:
-        """Sizes of the score tensor `(batch, heads, queries, keys)` and its device, with default positions."""
+        """Sizes of the score tensor `(batch, heads, queries, keys)` and its device. Keys have the positions 0, 1, 2 and
+        so on, and the last query is at the position of the last key.
+        """
         batch, heads, queries, _ = self.q.shape
         return Grid(batch, heads, queries, self.k.shape[2], self.q.device)
 

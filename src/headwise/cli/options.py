@@ -172,7 +172,7 @@ class ModelFlags:
 
 @dataclass(frozen=True)
 class DecoderFlags(ModelFlags):
-    """Command-line options that name a decoder, with or without a language-model head."""
+    """Command-line options that name a decoder. The command loads it with or without its language-model head."""
 
     model: Annotated[str, option("A causal language model: smollm2, a folder in Hugging Face format, or a hub id.")] = (
         "smollm2"

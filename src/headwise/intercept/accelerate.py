@@ -297,8 +297,8 @@ _recorders: WeakKeyDictionary[nn.Module, list[tuple[CallRecorder, str]]] = WeakK
 
 
 def accelerate_layer(layer: nn.Module, recorder: CallRecorder, path: str) -> Callable[[], None]:
-    """Mark one of torch's own layers as accelerated: its calls are reported to `recorder` under `path`. Return a
-    function that removes the mark.
+    """Let headwise compute the attention of one of torch's own layers, such as `nn.MultiheadAttention`, and report its
+    calls to `recorder` under `path`. Return a function that ends this.
     """
     _recorders[layer] = [*_recorders.get(layer, []), (recorder, path)]
     reference = ref(layer)

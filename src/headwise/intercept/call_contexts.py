@@ -257,8 +257,8 @@ class CallContexts(threading.local):
 
     def _read_cross(self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None) -> ObservedCall:
         """Return the tokens and padding of a cross-attention call, and whether it continues the sequences of an earlier
-        call. The latter, and which queries are padding, are taken from the self-attention call over the same tokens as
-        the queries.
+        call. The self-attention call over the same tokens as the queries shows whether it does, and which queries are
+        padding.
         """
         grid, streams = call.grid, list(self._model_call.streams.values())
         of_queries, of_keys = stream_of_queries(call, streams), stream_of_keys(call, streams)

@@ -420,9 +420,9 @@ class SiteRegistry(Interceptor):
             warnings.warn(f"{reason}: {', '.join(without)}", stacklevel=stacklevel)
 
     def _heads_without_rows(self) -> Iterator[tuple[SiteRecord, str]]:
-        """Yield each site record in which some heads, but not all, have no query that attends to a key. With it, yield
-        the numbers of these heads as text. An example is a head whose attention weights the model multiplies by 0, so
-        that all its keys count as hidden.
+        """Yield each record of an attention module in which all keys are hidden from all queries of some heads, and
+        visible in others. With it, yield the indices of these heads as text, such as "0, 3". An example is a head whose
+        attention weights the model multiplies by 0.
         """
         for record in self.records:
             is_empty = record.are_without_rows()

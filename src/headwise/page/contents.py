@@ -43,8 +43,9 @@ class PageHead:
 
 @dataclass(frozen=True)
 class PageStatistic:
-    """Description of a statistic of every head, such as the entropy of attention weights or the ablation effect. The
-    meaning is one sentence. No two statistics of one source, such as "this text" or "profile", have the same name.
+    """Description of a statistic of every head, such as the entropy of attention weights or the ablation effect. Its
+    field `meaning` is one sentence. `source` states where the values come from, such as "this text" or "profile". No
+    two statistics of one source have the same name.
     """
 
     name: str

@@ -356,9 +356,10 @@ def _is_first(grid: Grid, context: CallContext, positions: Int[Tensor, "batch to
 
 
 class _Layer:
-    """One layer of the model while attention rollout is computed. `add` accumulates the layer's attention weights,
-    averaged over heads, times the rollout of the layers below. From this product, `finish` computes the rollout of this
-    layer. Only some columns of these matrices, those in `_Columns`, are computed in one run of the model.
+    """One layer of the model while attention rollout (attention multiplied over layers) is computed. `add` is called
+    for each block of query rows: it multiplies their attention weights by the rollout of the layers below, and adds the
+    product to the mean over heads. From this mean, `finish` computes the rollout of this layer. Only some columns of
+    these matrices, those in `_Columns`, are computed in one run of the model.
     """
 
     def __init__(self) -> None:

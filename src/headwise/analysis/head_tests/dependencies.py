@@ -73,9 +73,9 @@ class _GainTable(Table[DependencyRow]):
 
 class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
     """Table of dependency accuracy, one row per head: how often the head attends most from a word to the word at the
-    other end of a syntactic relation. Each row has the relation and direction with the largest gain (accuracy minus
-    that of a fixed offset in words) in one half of the documents. The column `gain` is measured in the other half, so
-    that the choice does not bias it.
+    other end of a syntactic relation. The gain is this accuracy minus that of always choosing the word at one fixed
+    distance. Each row has the relation and direction with the largest gain in one half of the documents. The column
+    `gain` is measured in the other half, so that the choice does not bias it.
 
     The columns are those of `DependencyAccuracy`. `gain_q` is adjusted for the number of heads.
     """
@@ -348,8 +348,8 @@ NO_WORD = -1
 
 
 class MostAttendedWords(WeightReader):
-    """Interceptor that finds the most attended words of one sentence while the model runs. For each head and each word,
-    it is the other word that receives most attention from this word.
+    """Interceptor that finds, for each head and each word of a sentence, the other word to which this word attends
+    most.
 
     The attention between two words is the sum over the tokens of the attended word and the mean over the tokens of the
     attending one (Clark et al. 2019, section 4.1). Tokens of no word, such as [CLS], do not compete. The row blocks of

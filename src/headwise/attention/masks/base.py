@@ -106,8 +106,8 @@ class Mask(ABC):
 
     @property
     def stored_values(self) -> int:
-        """Number of elements of the boolean matrices that the mask stores and `coverage` has to read; 0 for a mask that
-        is computed.
+        """Number of elements of the boolean matrices that the mask stores, and that `coverage` reads to find the
+        visible blocks of the score matrix; 0 for a mask that follows from a rule.
         """
         return 0
 

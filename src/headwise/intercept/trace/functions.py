@@ -315,7 +315,9 @@ def _matmul(left: Tensor, right: Tensor) -> Contraction | None:
 
 
 def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> Contraction | None:
-    """Return the product of `torch.tensordot`, which sums over the axes `dims`; None if these are a tensor."""
+    """Return which axes a call of `torch.tensordot` multiplies and sums, as a `Contraction`; None if `dims` is a
+    tensor.
+    """
     if isinstance(dims, Tensor):
         return None
     of_a, of_b = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
@@ -417,7 +419,9 @@ CONSTANTS = functions_named(
 
 
 def written_by(call: FunctionCall, result: Any) -> Any:
-    """Return the tensors that contain what a function call computed: its result, or the tensor assigned to."""
+    """Return the tensors that contain what a function call computed: the tensor `x` of an assignment `x[i] = y`, and
+    the result of any other call.
+    """
     return call.args[0] if call.function in ASSIGNMENT else result
 
 

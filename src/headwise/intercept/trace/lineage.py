@@ -130,8 +130,8 @@ class Lineage:
         self.restart()
 
     def restart(self, given: Iterable[Any] = ()) -> None:
-        """Start the record of a new model call, whose arguments are the tensors in `given`. Of tensors from the
-        previous call, it is only kept which weights computed them.
+        """Start the record of a new model call, whose arguments are the tensors in `given`. Forget the tensors
+        of the previous call, except by which parameters they were computed.
         """
         self._origins_before = self._origins or self._origins_before
         self._origins = TensorMap()
