@@ -65,11 +65,12 @@ def false_positives(results: Results) -> str:
             f"{row['in some setting']:.0%} (standard deviation {choice} nats)" for choice, row in by_choice
         )
         parts.append(f"The share of simulations in which {words} is true in at least one setting is {some}.")
-    simulations = f"{found['runs']} simulations of the {found['settings']} settings that count"
+    simulations = f"{found['runs']} simulations of the {found['settings']} settings that count for the verdicts"
     return (
         "**False positives.** All models with the same number of heads share one chosen learning rate. If this "
         f"choice is not optimal, it changes all their losses by the same, unknown amount. In {simulations}, this "
-        f"amount is random and numbers of heads do not differ, so both claims are false. {' '.join(parts)}"
+        'amount is random and numbers of heads do not differ. So the claims "More heads, more capacity" (claim 2) and '
+        f'"More is not always better" (claim 6) are false. {" ".join(parts)}'
     )
 
 

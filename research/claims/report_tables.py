@@ -57,8 +57,9 @@ def distances(results: Results) -> list[str]:
         rows.append((saved["title"], f"{trained:.3f}", *controls, *_effect(effect)))
     headers = ("model", "trained", "untrained", "untrained, equally sharp", "trained minus equally sharp", "heads are")
     words = (
-        "Mean distance between two heads of a layer, in models with 8 heads and in two published models. ± is over "
-        "seeds; 95 % intervals (Student's t) are over seeds, for published models over documents:"
+        "The table shows the mean distance between the attention weights of two heads of a layer, in models with 8 "
+        "heads and in two published models. ± is the standard error over seeds. The 95 % intervals (Student's t) are "
+        "over seeds, and for published models over documents:"
     )
     table = markdown_table(headers, rows)
     return [words, "", *table, *mixed_model(verdict), *picture("claims-distances", "Distances between heads")]
@@ -75,10 +76,11 @@ def mixed_model(verdict: Any) -> list[str]:
     """Write the layers that are left out, the count without further tasks, and the mixed model over all settings."""
     few = verdict["without further tasks"]
     text = (
-        f"{verdict['layers left out']} layers are left out, because the entropy of their control (scaled untrained "
-        "heads) differs from that of the trained layer by more than 5 %. Without the further tasks, trained heads are "
-        f"farther apart than the control in {few['farther']} and closer together in {few['closer']} of {few['of']} "
-        f"settings and published models; the verdict would be: {few['outcome']}. "
+        f"In the comparison of distances between heads, {verdict['layers left out']} layers are left out, because the "
+        "entropy of their control (scaled untrained heads) differs from that of the trained layer by more than 5 %. "
+        "Without the further tasks, trained heads are "
+        f"farther apart than the control in {few['farther']} of {few['of']} settings and published models, and closer "
+        f"together in {few['closer']}. The verdict would then be: {few['outcome']}. "
     )
     mixed = verdict["mixed model"]
     if mixed is not None and mixed["error"] is not None:
@@ -228,9 +230,9 @@ def timing(results: Results) -> list[str]:
     measured, threads = results.timings["measured"][0], results.timings["about"]["threads"]
     rounds = len(next(iter(measured["seconds"].values())))
     text = (
-        f"Layers of width {measured['width']} in float32 with a causal mask, on {threads} CPU threads where the device "
-        f"is cpu. Each cell is the median of a ratio over {rounds} rounds with its quartiles; both times of a ratio "
-        "come from the same round:"
+        f"The table compares times of attention layers of width {measured['width']} in float32 with a causal mask, on "
+        f"{threads} CPU threads where the device is cpu. A cell has the median of a ratio of two times over {rounds} "
+        "rounds, and its quartiles. Both times come from the same round:"
     )
     headers = ("regime", "pass", "heads", "fused, relative to one head", "list of heads, relative to fused")
     rows.sort(key=lambda row: row[:3])

@@ -3,9 +3,9 @@
 INTRODUCTION = """\
 This report tests seven claims that teaching notes make about multi-head attention (Vaswani et al. 2017). The trained
 models are small: the last section has their sizes and steps. The rules were written before the results, in
-`research/claims/rules.md`. `research/claims/verdicts`, which imports nothing of headwise, computes every verdict
-from the raw results, and `research/claims/report.py` writes this page (`make claims`). The conclusions hold for the
-tested models and data alone."""
+`research/claims/rules.md`. `research/claims/verdicts`, which imports nothing of headwise, computes every verdict (a
+claim holds, does not hold, or depends) from the raw results, and `research/claims/report.py` writes this page (`make
+claims`). The conclusions hold for the tested models and data alone."""
 
 OBJECTIONS = {
     "schemes": (
@@ -73,14 +73,15 @@ METHOD = [
 **Settings.** A setting is a task with a position scheme. The schemes are: none (no positions), learned (a learned
 vector for each position), rotary (the same rotary frequencies in every head; Su et al. 2021) and spread (rotary
 frequencies distributed over the heads). Under "rotary", the frequencies of a head depend on its width: a head of two
-features has only the fastest frequency. Under "spread", the heads of a layer together always have the same frequencies,
-however many heads there are. Within a setting, models differ only in the number of heads. They have equal numbers of
-parameters and see the same batches in the same order.""",
+features has only the fastest frequency. Under "spread", the heads of a layer together always have the same
+frequencies, however many heads there are. The models of a setting differ only in the number of heads. They have equal
+numbers of parameters and see the same batches in the same order.""",
     "",
     """\
-**Learning rates.** In each setting, the learning rate is chosen separately for each number of heads, from the grid
-0.001 times powers of 2. The grid is extended until both neighbours of the rate with the lowest validation loss have
-been tried, with the same seeds. The reported models are trained with other seeds.""",
+**Learning rates.** In each setting (a task with a position scheme), the learning rate is chosen separately for each
+number of heads, from the grid 0.001 times powers of 2. The grid is extended until both neighbours of the best rate,
+that with the lowest validation loss, have been tried with the same seeds. The reported models are trained with other
+seeds.""",
     "",
     """\
 **Statistics.** ± is a standard error over seeds. A difference of losses is called significant if all of these
@@ -93,18 +94,18 @@ on test documents.""",
 **Verdicts.** For each position scheme, a claim has one of three verdicts. It "held" if it is true for every source of
 data (the Python reference, the Bible, generated pairs, generated symbols). It "did not hold" if it is true for none of
 them. Otherwise it "depends" on the data. If all position schemes have the same verdict, this is the verdict on the
-claim; otherwise the claim depends on the scheme. If a setting is missing that could change a verdict, no verdict is
-stated.""",
+claim; otherwise the claim depends on the scheme. If a result that could change a verdict has not been measured, no
+verdict is stated.""",
     "",
     """\
-**Limits.** "Did not hold" means that the tests did not show a difference, not that there is none: there are at most six
-seeds. Standard errors over seeds do not include the error of the choice of the learning rate: all reported models with
-the same number of heads share one rate, which was chosen with two other seeds. Settings share seeds and batches, so
-they are not independent. Each source of text is only one text. The interval of claim 7 ignores that the best number was
-chosen by validation losses of the same models. The control of claim 1 has the mean entropy of the layer, not that of
-each head. In models with one head in each layer, removing half of the heads removes whole layers, which differs from
-removing a few heads of each layer. Test passages that share 48 bytes with training text are removed, but not
-paraphrases, and not the same words with other white space.""",
+**Limits.** The verdict "did not hold" means that the tests showed no difference. There may be one all the same, since
+there are at most six seeds. Standard errors over seeds do not include the error of the choice of the learning rate:
+all reported models with the same number of heads share one rate, which was chosen with two other seeds. Settings share
+seeds and batches, so they are not independent. Each source of text is only one text. The interval of the claim "8 is a
+good number" ignores that the best number was chosen by validation losses of the same models. The untrained control of
+the claim "Different heads see different things" has the mean entropy of the layer, not that of each head. In models
+with one head in each layer, removing half of the heads removes whole layers. Test passages that share 48 bytes with
+training text are removed. Paraphrases remain, and so do the same words with other white space.""",
 ]
 
 TITLES = {
@@ -121,14 +122,15 @@ TITLES = {
 BACKGROUND = {
     "different": """\
 The distance between two heads is the Jensen-Shannon distance of their attention weights (`hw.redundancy`), averaged
-over query rows and over all pairs of heads of a layer. It is between 0 and sqrt(ln 2) = 0.83. Heads with uniform
+over queries and over all pairs of heads of a layer. It is between 0 and sqrt(ln 2) = 0.83. Heads with uniform
 attention cannot differ, and untrained attention is nearly uniform. So the trained model is compared with an untrained
-one, the control. Its queries are scaled, layer by layer, until its heads have the mean entropy of the trained layer.
-The claim is true if trained heads are farther apart than the heads of the control.""",
+one, the control. The queries of the control are scaled, layer by layer, until its heads have the mean entropy of the
+trained layer. The claim "Different heads see different things" is true if trained heads are farther apart than the
+heads of the control.""",
     "capacity": """\
 At equal numbers of parameters, the test loss of models with one head is compared with that of models with the best
-number of heads, the one with the lowest validation loss.
-The claim is true in a setting if one head is significantly worse.""",
+number of heads, the one with the lowest validation loss. In a setting (a task with a position scheme), the claim "More
+heads, more capacity" is true if one head is significantly worse.""",
     "parallel": """\
 The fused layer is one `hw.MultiHeadAttention`, which computes all heads together. The list of heads has one module for
 each head; these modules run one after the other, with the same weights and the same output as the fused layer. A case
@@ -139,32 +141,35 @@ time if their time is more than 1.1 times that of one head in at least three qua
 is undecided.""",
     "regularises": """\
 Models train on 25 KB of text, which they see many times, so that they can overfit. The gap is the test loss minus the
-training loss. The gap also shrinks when a model fits the training data less well. So the claim is true in a setting if
-some number of heads has a significantly smaller gap than one head while its test loss is not significantly larger.""",
+training loss. The gap also shrinks when a model fits the training data less well. So the claim "Many heads regularise"
+needs two conditions in a setting (a task with a position scheme). Some number of heads has a significantly smaller gap
+than one head, and its test loss is not significantly larger.""",
     "robust": """\
 Half of the heads of a trained model, chosen from all layers together, are removed without further training
-(`hw.ablate`). If there are at most 70 such halves, each of them is removed in turn; otherwise 70 different halves are
-drawn and removed.
-The share is the mean increase of the loss when half of the heads are removed, divided by the increase when all heads
-are removed, on the first 8 test batches. The claim is true in a setting if the share of the largest number of heads is
-significantly below that of one head, and no number of heads has a significantly larger share than one head.""",
+(`hw.ablate`). If there are at most 70 different halves, each of them is removed in turn; otherwise 70 different halves
+are drawn and removed. The share is the mean increase of the loss when half of the heads are removed, divided by the
+increase when all heads are removed, on the first 8 test batches. In a setting (a task with a position scheme), the
+claim "Many heads make a model robust" is true under two conditions. The share of the largest number of heads is
+significantly below that of one head. No number of heads has a significantly larger share than one head.""",
     "more": """\
-The width of the model is fixed while the number of heads grows, so heads get narrower. The claim is true in a setting
-if the largest number of heads is significantly worse than the best number. The penalty is the mean test loss with the
-largest number of heads minus the mean test loss with the best number.""",
+The width of the model is fixed while the number of heads grows, so heads get narrower. The claim "More is not always
+better" is true in a setting (a task with a position scheme) if the largest number of heads is significantly worse than
+the best number. The penalty is the mean test loss with the largest number of heads minus the mean test loss with the
+best number.""",
     "eight": """\
-8 heads are good in a setting if the whole 95 % interval (Welch) of their loss minus that of the best number lies below
-1 % of the best loss (or 0.01 nats, if that is more), and bad if the whole interval lies above this limit.
-Otherwise the setting is open. The table has the numbers of good, bad and open settings for every number of heads.""",
+The loss with 8 heads minus that with the best number of heads has a 95 % interval (Welch). In a setting (a task with a
+position scheme), 8 heads are good if the whole interval lies below a limit, 1 % of the best loss (or 0.01 nats, if
+that is more). They are bad if the whole interval lies above this limit. Otherwise the setting is open. The table shows
+for every number of heads whether it is good, bad or open.""",
 }
 
 ONE_HEAD = [
     """\
 In the task "several relations" the data are sequences of random symbols (tokens from a small alphabet). At every
 position the model must name four earlier symbols: those 1, 2, 3 and 4 positions before. Each of the four answers is
-one output, called a slot: slot j names the symbol j positions before. The model is one attention layer without a
-residual path, followed by one linear map for each slot. Positions tell the heads where to attend; the value vectors
-carry the symbols.""",
+one output of the model, called a slot: slot j names the symbol j positions before. The model is one attention layer
+without a residual path, followed by one linear map for each slot. Positions tell the heads where to attend; the value
+vectors carry the symbols.""",
     "",
     """\
 Theorem: an attention layer with H heads can have at most H slots whose answers are right for every sequence of
@@ -199,12 +204,12 @@ for every sequence, and four slots need four heads.""",
     """\
 The theorem states that a layer of H heads has at most H outputs that name their symbol (token) correctly in every
 sequence. It applies to one of the three kinds of models that were trained. In models called "weights by place alone",
-all queries and keys are projections of one learned vector, rotated by position. Attention weights then depend on the
+all queries and keys are projections of one learned vector, rotated by position. Then attention weights depend on the
 position alone, so the theorem applies. In models called "ordinary attention", queries and keys are computed from the
-symbols. Attention weights can then depend on the symbols too, so the theorem does not apply. In models called "with
-an MLP", ordinary attention is followed by an MLP, so the map from head outputs to logits is not linear, and the
-theorem does not apply either. A head output is a weighted sum of the vectors of several symbols; the MLP can
-distinguish sums that no linear map can.""",
+symbols. Attention weights can then depend on the symbols too, so the theorem does not apply. In models called "with an
+MLP", ordinary attention is followed by an MLP, so the map from head outputs to logits is not linear, and the theorem
+does not apply either. A head output is a weighted sum of the vectors of several symbols; the MLP can distinguish sums
+that no linear map can.""",
 ]
 
 EXAMPLE = ((0.18, 0.52, 0.30, 0.0), (0.0, 0.30, 0.52, 0.18))

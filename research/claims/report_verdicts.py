@@ -63,14 +63,15 @@ def _device(name: str, row: Any) -> str:
 def sentence(results: Results, claim: str) -> str:
     """Return the verdict of a claim with what decides it, and what could not be compared."""
     verdict = results.verdicts[claim]
-    text = f'{verdict["outcome"].capitalize()}: the claim "{TITLES[claim]}"; {figures(results)[claim]}.'
-    return " ".join(filter(None, (f"**{text}**", _named(verdict), *_left_out(verdict))))
+    text = f'The verdict on the claim "{TITLES[claim]}" is "{verdict["outcome"]}": {figures(results)[claim]}.'
+    brackets = "A setting is a task with a position scheme; the scheme is in brackets." if "settings (" in text else ""
+    return " ".join(filter(None, (f"**{text}**", brackets, _named(verdict), *_left_out(verdict))))
 
 
 def _named(verdict: Any) -> str:
     """Return in which tasks the claim is true and false, for the schemes under which it depends on the data."""
     parts = [
-        f'With the position scheme "{scheme}", the claim is true for {_listed(row["true in"])}, '
+        f'With the position scheme "{scheme}", the claim is true for the data {_listed(row["true in"])}, '
         f"and not for {_listed(row['false in'])}."
         for scheme, row in verdict.get("schemes", {}).items()
         if row["true in"] and row["false in"]

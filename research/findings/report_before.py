@@ -34,7 +34,7 @@ def section(results: Path, errors: Errors) -> list[str]:
     return [
         "## What a review objected to",
         "",
-        "A review of an earlier version of this report repeated its measurements, and rejected some of its "
+        "A reviewer of an earlier version of this report repeated its measurements, and rejected some of its "
         "conclusions. For each rejected conclusion, the table shows what the earlier version stated, and what this "
         "version states. This version uses other and shorter documents, so numbers also differ for that reason.",
         "",

@@ -44,20 +44,22 @@ def section(folder: Path) -> list[str]:
         f"## {model}, {len(ablation.rows)} heads",
         "",
         f"For {model}, the effect of a head is a distance: 1 - cosine between the embeddings of a sentence that the "
-        f"model computes with and without that head ({data_of(ablation)}). A distance cannot be negative. So its "
-        "standard error can show that two heads differ, but not that a head has an effect. In the model with all "
-        "heads the distance has its minimum, 0, so gradients predict nothing about it. The table shows the heads "
-        "with the largest mean distances. Median, trimmed mean and outliers are those over documents.",
+        f"model computes with and without that head ({data_of(ablation)}). A distance cannot be negative. So the "
+        "standard error of a distance can show that two heads differ, but not that a head has an effect. In the model "
+        "with all heads the distance has its minimum, 0, so gradients do not predict distances. The table shows the "
+        "heads with the largest mean distances. Median, trimmed mean and outliers are those over documents.",
         "",
         *markdown_table(("head", "role", "mean", "median", "trimmed mean", "outliers", "rank by median"), rows),
-        "The distance is 1 - cosine between sentence embeddings with and without a head. For "
+        "The effect of removing a head is measured by a distance: 1 - cosine between sentence embeddings with and "
+        "without the head. For "
         f"{small_effects(ablation)} of {len(ablation.rows)} heads, the mean distance plus {SURE:g} standard errors "
         f"is below {SMALL:g}. The table shows the median and the largest of the mean distances of the heads of each "
         "layer:",
         "",
         *markdown_table(("layer", "median distance", "largest distance"), by_layer),
-        "The method of integrated gradients does not only use the derivative in the model with all heads, which is 0 "
-        "because the distance has its minimum there. " + gap_of(folder / "integrated"),
+        "In the model with all heads, the distance of sentence embeddings has its minimum, so its derivative is 0. The "
+        "method of integrated gradients also uses derivatives where the outputs of all heads are scaled down. These "
+        "derivatives need not be 0. " + gap_of(folder / "integrated"),
         "",
         *previous_token_head(ablation, hw.Ablation.load(folder / "order"), profile),
         *confidence(profile),
@@ -86,7 +88,8 @@ def previous_token_head(ablation: hw.Ablation, order: hw.Ablation, profile: hw.P
     return [
         "### The previous-token head",
         "",
-        f"Head {name} puts {with_error(share, 4)} of its attention on the previous token{more}. Removing it moves "
+        f"Head {head} of layer {layer} puts {with_error(share, 4)} of its attention on the previous token{more}. "
+        "Removing this head moves "
         f"sentence embeddings by a distance of {with_error(ablation.head(layer, head).statistics['cost'], 4)}, the "
         f"{th(rank)} largest of {len(ablation.rows)} heads.",
         "",
@@ -145,8 +148,8 @@ def similarity(results: Path) -> list[str]:
         "The table shows the centred kernel alignment (CKA) between the outputs of every two heads of a layer. The "
         "plain estimate of the CKA is too large if there are few tokens. `hw.redundancy` uses the debiased estimate "
         "(Murphy et al. "
-        "2024), which is near 0 for heads whose outputs are independent noise. Heads with random weights read the "
-        "same tokens, so that their outputs are not independent.",
+        "2024), which is near 0 for heads whose outputs are independent noise. The outputs of heads with random "
+        "weights are not independent, because the heads read the same tokens.",
         "",
         *markdown_table(headers, rows),
     ]

@@ -71,8 +71,9 @@ def which_heads(ablation: hw.Ablation, folder: Path) -> list[str]:
     return [
         "### Which heads matter",
         "",
-        f"The table shows the {MOST} heads with the largest mean effect, in nats a token. Median, trimmed mean and "
-        "outliers are those of the effects on documents. Two columns have q-values (p-values corrected over all "
+        f"The table shows the {MOST} heads with the largest mean effect: the rise of the loss in nats a token when "
+        "the head is removed. Each document has an effect; the median, the trimmed mean and the outliers are those of "
+        "these effects. Two columns have q-values (p-values corrected over all "
         "heads): those of Student's t-test of the mean, and of Wilcoxon's signed-rank test. The last column is the "
         "first-order prediction: "
         "minus the derivative of the loss with respect to the head's gate (the factor of its output).",
@@ -82,8 +83,9 @@ def which_heads(ablation: hw.Ablation, folder: Path) -> list[str]:
         *earlier_leader(folder),
         f"At a false discovery rate of 5 %, removing a head raises the loss for {rises} of {len(effects)} heads, and "
         f"lowers it for {falls}. By "
-        f"Wilcoxon's test, {by_rank} heads have an effect. For {small_effects(ablation)} heads, the effect plus "
-        f"{SURE:g} standard errors is below {SMALL:g} nats. The mean effect over all heads is {rise:.4f} nats. "
+        f"Wilcoxon's test, removing a head changes the loss for {by_rank} heads. For {small_effects(ablation)} heads, "
+        f"the rise of the loss plus {SURE:g} standard errors is below {SMALL:g} nats. The mean rise over all heads is "
+        f"{rise:.4f} nats. "
         "Removing many heads together can cost more than the sum of their single effects.",
         "",
         *picture("findings-cost", "Ablation effect of each head"),
@@ -106,8 +108,9 @@ def outlying_documents(ablation: hw.Ablation) -> list[str]:
             rows.append((name, document, f"{found['effect']:.3f}", f"{found['median']:.3f}", f"{found['score']:.1f}"))
     verb = "Heads {} are" if len(moved) > 1 else "Head {} is"
     lines = [
-        f"{verb.format(', '.join(moved))} not among the first {MOST} heads by the median of their effects on "
-        "documents, only by the mean. The table shows the documents on which the effect of such heads is an outlier. "
+        f"{verb.format(', '.join(moved))} among the first {MOST} heads by the mean of the effects on documents, but "
+        "not by the median. An effect is the rise of the loss when a head is removed. The table shows the documents on "
+        "which this effect is an outlier. "
         "Documents are topics of the language reference. The score is the distance of the effect on a document from "
         "the median effect, in scaled median absolute deviations.",
         "",
@@ -120,9 +123,9 @@ def reading(name: str, q: list[float]) -> str:
     data, replacement = WORDS[name]
     where = f"On {data}, with head outputs replaced by {replacement},"
     if max(q) <= LEVEL:
-        return f"{where} the induction heads have a larger effect than random sets of both kinds."
+        return f"{where} the induction heads have a larger effect than random sets of heads, from all or the same layers."
     if min(q) > LEVEL:
-        return f"{where} the effect of the induction heads cannot be distinguished from that of random sets."
+        return f"{where} the effect of the induction heads cannot be distinguished from that of random sets of heads."
     return f"{where} the effect of the induction heads is larger than that of one kind of random sets only."
 
 
@@ -132,8 +135,9 @@ def earlier_leader(folder: Path) -> list[str]:
     record, (_, worst) = table.records()[0], next(table.outliers().iterrows())
     effect = with_error(table.rows[0].statistics["cost"])
     return [
-        f"In an earlier version of this report, head 0.7 had the largest effect: {effect} on "
-        f"{record['cost_n']} other documents of 256 tokens. On these documents the median of the head's effects is "
+        "In an earlier version of this report, removing head 7 of layer 0 (0.7) raised the loss most: by "
+        f"{effect} nats a token on {record['cost_n']} other documents of 256 tokens. The median of these "
+        f"{record['cost_n']} effects is "
         f"{record['cost_median']:.3f} and the trimmed mean {record['cost_trimmed']:.3f}. One document determines the "
         "mean: "
         f"the topic `{names[worst['document']]}`, with an effect of {worst['effect']:.2f} nats, which is "
@@ -154,14 +158,16 @@ def gradients(ablation: hw.Ablation, folder: Path) -> list[str]:
         "### What the gradient of the gate predicts",
         "",
         "To first order, removing a head changes the loss by minus the derivative of the loss with respect to the "
-        "head's gate. One backward pass predicts the effects of all heads. Over the heads, the correlation between "
+        "head's gate (a factor of its output). So one backward pass predicts the effects of removing each head. Over "
+        "the heads, the correlation between "
         f"predicted and measured effects is {signed.spearman:.2f} by Spearman (95 % interval, bootstrap over heads: "
         f"{span(signed.interval('spearman'), 2)}) and {signed.pearson:.2f} by Pearson "
         f"({span(signed.interval('pearson'), 2)}). The mean over heads is {sum(predicted) / len(predicted):.4f} nats "
         f"predicted and {sum(measured) / len(measured):.4f} nats measured: the prediction leaves out terms of higher "
         "order.",
         "",
-        "The mean absolute derivative (Michel, Levy and Neubig 2019) has no sign, so it cannot show that removing a "
+        "Michel, Levy and Neubig (2019) score a head by the mean absolute derivative of the loss with respect to its "
+        "gate. This score has no sign, so it cannot show that removing a "
         "head lowers the loss. Its correlation with the measured effects of removing each head is "
         f"{size.spearman:.2f} by Spearman (95 % interval: {span(size.interval('spearman'), 2)}). Of the {MOST} "
         "heads with the largest mean absolute derivative, "
@@ -183,11 +189,12 @@ def induction(folder: Path) -> list[str]:
     return [
         "### The induction heads",
         "",
-        "An induction head attends to the token that followed an earlier copy of the current token. Such heads are "
-        "found on repeated random tokens: 25 random tokens, 4 times in a row, in 10 samples (Olsson et al. 2022). "
+        "An induction head attends to the token that followed an earlier copy of the current token. Induction heads "
+        "are found on repeated random tokens: 25 random tokens, 4 times in a row, in 10 samples (Olsson et al. 2022). "
         f"The losses below are measured on the same random tokens. {len(heads)} heads put at least half of their "
         "attention "
-        f"on the token after an earlier copy: {', '.join(found)}.",
+        "on the token after an earlier copy. They follow as layer.head, with their share of attention: "
+        f"{', '.join(found)}.",
         "",
         *control_table(folder),
         *picture("findings-controls", "Effects of random sets of heads and of the induction heads"),
@@ -214,8 +221,8 @@ def control_table(folder: Path) -> list[str]:
     low, high = spread_of_means(tables["repeated-zero"], "anywhere", 20)
     return [
         "The table shows the rise of the loss, in nats a token, when all induction heads are removed together, and "
-        "when random sets of equally many other heads are removed. The sets are drawn from all layers (anywhere), "
-        "or with the same number of heads in each layer as the induction heads (same layers). No two sets are "
+        "when random sets of equally many other heads are removed. The random sets are drawn from all layers "
+        "(anywhere), or with the same number of heads in each layer as the induction heads (same layers). No two sets are "
         "equal. q is the corrected p-value of the test that random sets have at least the effect of the induction "
         "heads; with N sets, the p-value cannot be below 1 / (N + 1). On the text, the sets are "
         f"compared on {tables['text-zero'].rows[0].statistics['cost'].n} of the documents.",

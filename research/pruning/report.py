@@ -44,22 +44,23 @@ NOTES = {"smollm2": "Its weights were dequantised from 4 bits (Q4_1)."}
 """A sentence about a model, by its name."""
 
 INTRODUCTION = """\
-This report shows what {models} lost without 10 to 70 % of the attention heads. No weight is trained.
-`research/pruning/report.py` writes it from the results of `make pruning`.
+This report shows how much the errors of {models} grow when 10 to 70 % of the attention heads are removed. The models
+are not trained again. `research/pruning/report.py` writes it from the results of `make pruning`.
 
-The rules of this paragraph were stated before the runs. Heads are chosen and output projections are fitted on
-docstrings of Python's standard library ({calibration} modules). All numbers below are measured on docstrings of
-NetworkX and SymPy ({test} modules), the first 256 tokens of each. Of the pieces of 64 characters of the test documents,
-{overlap:.1%} also occur in a calibration document.
+The rules of this paragraph were stated before the runs. Heads are chosen and output projections are fitted on the
+calibration documents, docstrings of Python's standard library ({calibration} modules). All errors of this report are
+measured on the test documents, docstrings of NetworkX and SymPy ({test} modules), the first 256 tokens of each. Of the
+pieces of 64 characters of the test documents, {overlap:.1%} also occur in a calibration document.
 
 The scores of heads, the fits of output projections and the rules were final before anything was measured on the test
-documents. Some defects that concern other kinds of inputs were corrected after the runs had begun; 54 results of MiniLM
-were measured again after that, and were the same. Scores and fits were developed with the topics of Python's language
-reference. A first version of this table was then measured on docstrings of pandas and SciPy, and led to three changes.
-First, cross-validation chooses the damping of the fits (the strength of their regularisation), because fits with a
-fixed damping overfitted to the calibration documents. Second, least-squares scores assume what is done after the
-removal of heads: a fit, or no fit. Third, under "as many heads in each layer" they use no loss, as in `headwise prune`.
-Then all results were measured on the documents of NetworkX and SymPy.
+documents. Some defects that concern other kinds of inputs were corrected after the runs had begun; 54 results of
+MiniLM were measured again after that, and were the same. Scores and fits were developed with the topics of Python's
+language reference. A first version of this report was then measured on docstrings of pandas and SciPy, and led to
+three changes. First, cross-validation chooses the damping of the fits (the strength of their regularisation), because
+fits with a fixed damping overfitted to the calibration documents. Second, least-squares scores assume what is done
+after the removal of heads: a fit, or no fit. Third, if the same number of heads is removed in each layer,
+least-squares scores do not use the loss of the model, as in `headwise prune`. After these changes, all results were
+measured on the test documents.
 
 Two changes came later. Fits, and scores by least squares without a loss, weight each token by its effect on the output
 of the model, and held-out calibration documents decide between three plans of least squares (see
@@ -91,10 +92,10 @@ cross-validation chooses."""
 
 
 MERGED = """\
-`hw.merge_kv` replaces several key/value heads by one, which all their query heads then use. The error is the next-token
-loss in nats, on the documents of NetworkX and SymPy. *Adjacent* grouping merges consecutive heads, and *similarity*
-grouping merges heads whose keys and values differ least. The columns state the number of key/value heads that remain in
-each layer, and whether the output projections were fitted."""
+`hw.merge_kv` replaces several key/value heads of a layer by one, which the query heads of all of them then use. The
+error is the next-token loss in nats, on the documents of NetworkX and SymPy. *Adjacent* grouping merges consecutive
+heads, and *similarity* grouping merges heads whose keys and values differ least. The columns state the number of
+key/value heads that remain in each layer, and whether the output projections were fitted."""
 
 
 @dataclass(frozen=True)

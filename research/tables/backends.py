@@ -112,10 +112,10 @@ def combinations(size: int) -> dict[str, int]:
 FUSED_COSTS = f"""\
 ## How the fastest backend is predicted
 
-With `backend=None`, the default, headwise uses `native` on a CPU wherever it can compute the call; docs/backends.md
-lists the exceptions, in which `fused` runs. Where `native` cannot, headwise uses the faster one of `fused` and
-`blockwise`. It predicts the cost of both. The unit of cost is the time for one attention score of torch's fused kernel
-at head_dim 64. The costs were measured on two CPU cores with AVX-512:
+By default (`backend=None`), headwise computes an attention call on a CPU with the backend `native` if this backend
+supports the call. docs/backends.md lists the exceptions, in which `fused` runs. For most other calls, headwise predicts
+the costs of `fused` and `blockwise`, and uses the cheaper one. The unit of cost is the time that torch's fused kernel
+needs for one attention score at head_dim 64. The costs were measured on two CPU cores with AVX-512:
 
 | `fused` | predicted cost |
 | --- | --- |
@@ -135,12 +135,12 @@ The `blockwise` backend computes attention scores in bfloat16 only if three cond
 The scale is one positive number for all heads. The call uses no softcap, bias, sinks or dropout, and does not return
 the log-sum-exp. In all other cases the scores are float32, or float64 if the queries are float64.
 
-If `native` cannot compute an attention call, and both `fused` and `blockwise` can, headwise uses `fused` without
-predicting costs in five cases: (1) the call has fewer than {backend_choice.SMALLEST_PLANNED:,} attention scores;
-(2) the mask is stored as a matrix for each sequence or head; (3) the call returns the attention weights; (4) the mask
-is plain causal or hides nothing, `blockwise` would not compute the scores in bfloat16, and the call has neither dropout
-nor a bias that requires gradients; (5) the device is not a CPU. No costs have been measured on
-other devices, where torch chooses between its own kernels.
+If the backend `native` does not support an attention call, headwise predicts which of the backends `fused` and
+`blockwise` is faster. If both support the call, it uses `fused` without a prediction in five cases: (1) the
+call has fewer than {backend_choice.SMALLEST_PLANNED:,} attention scores; (2) the mask is stored as a matrix for each sequence or head; (3) the
+call returns the attention weights; (4) the mask is plain causal or hides nothing, `blockwise` would not compute
+the scores in bfloat16, and the call has neither dropout nor a bias that requires gradients; (5) the device is
+not a CPU. No costs have been measured on other devices, where torch chooses between its own kernels.
 """.splitlines()
 
 
@@ -151,18 +151,17 @@ def main() -> None:
     text = [
         "# What each backend supports",
         "",
-        "This page lists the options that each attention backend supports, and the rule that predicts the faster "
-        "backend.",
+        "This page lists the options that each backend (implementation of attention in headwise) supports, and the",
+        "rule that predicts the faster backend.",
         f"`research/tables/backends.py` wrote it on {date.today().isoformat()} with torch {torch.__version__}, on "
         "CPU. The",
         "page [Backends](../backends.md) describes how to choose a backend.",
         "",
         "## Options",
         "",
-        "The table shows the options of an attention call that each backend supports. Each cell is the answer of",
-        "`headwise.why_not`, which returns the reason why a backend refuses a call. Each call was checked with and "
-        "without",
-        "gradients. Each call whose cell is *yes* was also run, with and without gradients.",
+        "The table shows the options of an attention call that each backend supports. A cell is *yes*, or",
+        "has the reason why the backend refuses the call, from `headwise.why_not`. Each call was checked with and",
+        "without gradients. Each call whose cell is *yes* was also run, with and without gradients.",
         "",
         *table(),
         "",

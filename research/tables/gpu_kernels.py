@@ -192,8 +192,8 @@ def main() -> int:
             f"The table lists headwise's Triton kernels for the statistics of heads, compiled on {date.today()} by "
             f"Triton {version('triton')} without a "
             "GPU. A cell has three numbers: the registers of a thread, the bytes of registers that a thread spills "
-            "to memory, and the bytes of shared memory of a program (a thread block). A multiprocessor has 65,536 "
-            "registers, and "
+            "to memory, and the bytes of shared memory of a program (a thread block). The columns that begin with sm_ "
+            "are for generations of NVIDIA GPUs. A multiprocessor has 65,536 registers, and "
             f"{', '.join(f'{size} KiB of shared memory on sm_{target}' for target, size in SHARED_MEMORY.items())}. "
             "`make gpu-kernels` writes this page."
         )
