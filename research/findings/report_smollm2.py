@@ -123,7 +123,8 @@ def reading(name: str, q: list[float]) -> str:
     data, replacement = WORDS[name]
     where = f"On {data}, with head outputs replaced by {replacement},"
     if max(q) <= LEVEL:
-        return f"{where} the induction heads have a larger effect than random sets of heads, from all or the same layers."
+        larger = "the induction heads have a larger effect than random sets of heads, from all or the same layers."
+        return f"{where} {larger}"
     if min(q) > LEVEL:
         return f"{where} the effect of the induction heads cannot be distinguished from that of random sets of heads."
     return f"{where} the effect of the induction heads is larger than that of one kind of random sets only."
@@ -222,8 +223,8 @@ def control_table(folder: Path) -> list[str]:
     return [
         "The table shows the rise of the loss, in nats a token, when all induction heads are removed together, and "
         "when random sets of equally many other heads are removed. The random sets are drawn from all layers "
-        "(anywhere), or with the same number of heads in each layer as the induction heads (same layers). No two sets are "
-        "equal. q is the corrected p-value of the test that random sets have at least the effect of the induction "
+        "(anywhere), or with the same number of heads in each layer as the induction heads (same layers). No two sets "
+        "are equal. q is the corrected p-value of the test that random sets have at least the effect of the induction "
         "heads; with N sets, the p-value cannot be below 1 / (N + 1). On the text, the sets are "
         f"compared on {tables['text-zero'].rows[0].statistics['cost'].n} of the documents.",
         "",
