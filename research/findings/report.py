@@ -27,8 +27,8 @@ Unless stated otherwise, a head is removed by multiplying its output, before the
 ERRORS = """\
 `research/findings/check_errors.py` checks the statistics of this report, and imports nothing of headwise. It reads the
 saved effects on all documents. From these effects it computes means, medians, trimmed means, outliers, p-values and
-q-values again. All agree with those of headwise. For a bootstrap, it also draws documents with replacement, 4,000 times.
-The table shows the standard errors of headwise, divided by those of this bootstrap."""
+q-values again. All agree with those of headwise. For a bootstrap, it also draws documents with replacement, 4,000
+times. The table shows the standard errors of headwise, divided by those of this bootstrap."""
 
 
 def section_of_errors(found: dict[str, Any]) -> list[str]:

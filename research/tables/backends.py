@@ -138,9 +138,10 @@ the log-sum-exp. In all other cases the scores are float32, or float64 if the qu
 If the backend `native` does not support an attention call, headwise predicts which of the backends `fused` and
 `blockwise` is faster. If both support the call, it uses `fused` without a prediction in five cases: (1) the
 call has fewer than {backend_choice.SMALLEST_PLANNED:,} attention scores; (2) the mask is stored as a matrix for each
-sequence or head; (3) the call returns the attention weights; (4) the mask is plain causal or hides nothing, `blockwise` would not compute
-the scores in bfloat16, and the call has neither dropout nor a bias that requires gradients; (5) the device is
-not a CPU. No costs have been measured on other devices, where torch chooses between its own kernels.
+sequence or head; (3) the call returns the attention weights; (4) the mask is plain causal or hides nothing,
+`blockwise` would not compute the scores in bfloat16, and the call has neither dropout nor a bias that requires
+gradients; (5) the device is not a CPU. No costs have been measured on other devices, where torch chooses between its
+own kernels.
 """.splitlines()
 
 
