@@ -4,8 +4,9 @@ INTRODUCTION = """\
 This report tests seven claims that teaching notes make about multi-head attention (Vaswani et al. 2017). The trained
 models are small: the last section has their sizes and steps. The rules were written before the results, in
 `research/claims/rules.md`. `research/claims/verdicts`, which imports nothing of headwise, computes every verdict (a
-claim holds, does not hold, or depends) from the raw results, and `research/claims/report.py` writes this page (`make
-claims`). The conclusions hold for the tested models and data alone."""
+claim held, did not hold, or depends on the data or the position scheme) from the raw results, and
+`research/claims/report.py` writes this page (`make claims`). The conclusions hold for the tested models and data
+alone."""
 
 OBJECTIONS = {
     "schemes": (
@@ -157,10 +158,10 @@ better" is true in a setting (a task with a position scheme) if the largest numb
 the best number. The penalty is the mean test loss with the largest number of heads minus the mean test loss with the
 best number.""",
     "eight": """\
-The loss with 8 heads minus that with the best number of heads has a 95 % interval (Welch). In a setting (a task with a
-position scheme), 8 heads are good if the whole interval lies below a limit, 1 % of the best loss (or 0.01 nats, if
-that is more). They are bad if the whole interval lies above this limit. Otherwise the setting is open. The table shows
-for every number of heads whether it is good, bad or open.""",
+The loss with 8 heads minus that with the best number of heads has a 95 % interval (Welch). In a setting (a task with
+a position scheme), 8 heads are good if the whole interval lies below a limit, 1 % of the best loss (or 0.01 nats, if
+that is more). They are bad if the whole interval lies above this limit. Otherwise, they are open. The table has
+these grades for all numbers of heads in each setting.""",
 }
 
 ONE_HEAD = [

@@ -63,7 +63,8 @@ def _device(name: str, row: Any) -> str:
 def sentence(results: Results, claim: str) -> str:
     """Return the verdict of a claim with what decides it, and what could not be compared."""
     verdict = results.verdicts[claim]
-    text = f'The verdict on the claim "{TITLES[claim]}" is "{verdict["outcome"]}": {figures(results)[claim]}.'
+    on = " (on the data or the position scheme)" if verdict["outcome"] == "depends" and verdict.get("schemes") else ""
+    text = f'The verdict on the claim "{TITLES[claim]}" is "{verdict["outcome"]}"{on}: {figures(results)[claim]}.'
     brackets = "A setting is a task with a position scheme; the scheme is in brackets." if "settings (" in text else ""
     return " ".join(filter(None, (f"**{text}**", brackets, _named(verdict), *_left_out(verdict))))
 

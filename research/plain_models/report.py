@@ -26,8 +26,9 @@ MEANINGS = {
 INTRODUCTION = """\
 # Plain PyTorch models
 
-This report shows for which models outside of `transformers` the statistics of `hw.watch` and the gates of `hw.gate` are
-right. It is written by `research/plain_models/report.py` from the results of `make plain-models`.
+`hw.watch` computes statistics of attention heads, and `hw.gate` multiplies the outputs of heads by factors, the gates.
+This report shows for which PyTorch models outside of the library `transformers` both are right. It is written by
+`research/plain_models/report.py` from the results of `make plain-models`.
 
 Every model is built with tiny sizes and random weights, and runs in float64 where it can. The study derives the right
 attention weights and heads independently of headwise, from the operators that torch's dispatcher runs. It replaces the

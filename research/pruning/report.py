@@ -74,8 +74,8 @@ two thirds (one-shot: 4.537 ± 0.063). At two thirds the changes are a loss: 0.1
 is not known how much of it comes from the choice of groups and how much from the weights in the fit.
 
 In the tables, each number is a mean over documents ± its standard error. The comparison of two ways to choose heads is
-paired by document, and tested by Student's t, with Holm's correction for all points of a model at the level of
-{level:.0%}."""
+paired by document, and tested by Student's t, with Holm's correction for all points of a model (shares of
+removed heads, with and without a fit) at the level of {level:.0%}."""
 
 WAYS = """\
 A head is chosen for removal by its *score*: magnitude (norm of all its weights), gradient importance (mean absolute
