@@ -38,7 +38,7 @@ def machine(results: Results) -> list[str]:
     when = f"on {dates[0]}" if len(dates) == 1 else f"from {dates[0]} to {dates[-1]}"
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     text = (
-        f"The models were trained {when}, on {about['cpu']}, {about['cores']} cores, "
+        f"The models of this report were trained {when}, on {about['cpu']}, {about['cores']} cores, "
         f"{about['gpu'] or 'no GPU'}, one thread for each training, with {versions}."
     )
     edges = results.verdicts["rates at an edge"]

@@ -96,8 +96,8 @@ def previous_token_head(ablation: hw.Ablation, order: hw.Ablation, profile: hw.P
         "A head that attends to the previous token could encode word order. In the model with all heads, the "
         "distance between the embeddings of a sentence and of the same sentence with shuffled tokens is "
         f"{with_error(order.baseline, 4)}. Removing head {name} changes this distance by "
-        f"{with_error(values[name], 4)}. This is the {place_of}. The table shows the lowest changes, and tests of the "
-        "difference of each from the lowest one: paired, clustered by document, with q-values over all other heads.",
+        f"{with_error(values[name], 4)}. This is the {place_of}. The table shows the lowest changes. It also tests the "
+        "difference of each from the lowest one, paired and clustered by document, with q-values over all other heads.",
         "",
         *markdown_table(("head", "mean change", "median", "minus the lowest", "q"), rows),
         f"{len(shared) + 1} of {len(values)} heads cannot be distinguished from the lowest change, itself included: "

@@ -224,8 +224,9 @@ def control_table(folder: Path) -> list[str]:
         "The table shows the rise of the loss, in nats a token, when all induction heads are removed together, and "
         "when random sets of equally many other heads are removed. The random sets are drawn from all layers "
         "(anywhere), or with the same number of heads in each layer as the induction heads (same layers). No two sets "
-        "are equal. q is the corrected p-value of the test that random sets have at least the effect of the induction "
-        "heads; with N sets, the p-value cannot be below 1 / (N + 1). On the text, the sets are "
+        "are equal. The p-value is the share of sets whose effect is at least that of the induction heads, which count "
+        "as one of the sets. So with N random sets, it cannot be below 1 / (N + 1). q is the corrected p-value. On the "
+        "text, the sets are "
         f"compared on {tables['text-zero'].rows[0].statistics['cost'].n} of the documents.",
         "",
         *markdown_table(headers, rows),
