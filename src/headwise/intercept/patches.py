@@ -170,8 +170,7 @@ _OTHER_NAMES = {"_unsafe_view": "view", "_to_copy": "to"}
 
 
 def operator_name(operator: Any) -> str:
-    """Return the name of an operator under `torch.ops`, preceded by the name of its library, such as "aten::softmax".
-    """
+    """Return the name of an operator under `torch.ops` with the name of its library, such as "aten::softmax"."""
     packet = operator.overloadpacket if isinstance(operator, OpOverload) else operator
     name: str = packet._qualified_op_name
     return name

@@ -225,8 +225,7 @@ class Steps:
                 self._number(each)
 
     def replace(self, tensor: Tensor, other: Tensor) -> None:
-        """Record that interceptors have put `tensor` in the place of `other`, so that both have the same description.
-        """
+        """Record that interceptors have put `tensor` in the place of `other`. Both then have the same description."""
         self._numbers[id(tensor)] = ref(tensor), self._described(other)
 
     def _number(self, tensor: Tensor) -> tuple[int]:
