@@ -152,9 +152,8 @@ class Session(Trace):
 
     def step(self, function: str, q: Tensor, k: Tensor, v: Tensor) -> Step | None:
         """Return a description of the attention call that happens now in the innermost running module. If the model's
-        call follows a plan (stored facts about its attention), the description contains the facts in the plan. If the
-        plan contains no such attention call, notify the interceptors that the module's attention is not read, and
-        return None.
+        call follows a plan (stored facts about its attention), include the facts in the plan. If the plan contains no
+        such attention call, notify the interceptors that the module's attention is not read, and return None.
 
         Args:
             function: name of the function that computes the attention.
@@ -341,7 +340,7 @@ RUNNING = _RunningSessions()
 
 
 def current_session() -> Session:
-    """Return the session (state of interception) of the running code. A thread gets a session of its own, even if it
+    """Return the session (state of interception) of the running code. Each thread has a session of its own, also if it
     runs in a copy of another thread's context.
     """
     session = CURRENT.get()

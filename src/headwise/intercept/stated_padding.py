@@ -68,8 +68,7 @@ class StatedPadding:
         return self._parts[key]
 
     def require_used(self) -> None:
-        """Raise `InputError` if the user states padding that was never used, because its sizes fit no attention call.
-        """
+        """Raise `InputError` if the user states padding that was never used, since its sizes fit no attention call."""
         for path, real in self.by_path.items():
             if path not in self._used:
                 where = "" if path is None else f" in {path}"

@@ -133,7 +133,7 @@ class StatisticsObserver(Interceptor):
         self._written_norms.on_projected(path, weights)
 
     def on_left_out(self, path: str, reason: str) -> None:
-        """Record in the result of `watch` that some statistics of the module at `path` are left out, and the `reason`.
+        """Record in the result of `watch` that some statistics of the module at `path` are left out, for this `reason`.
         """
         self._heads.on_left_out(path, reason)
 

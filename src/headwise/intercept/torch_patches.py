@@ -116,8 +116,7 @@ def trace_from_log(following: Following) -> None:
 
 
 def _run(func: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `own`, torch's original function for `func`. If `func` is an operator under `torch.ops`, call `func` itself.
-    """
+    """Call `own`, torch's original function for `func`, or `func` itself if it is an operator under `torch.ops`."""
     return (func if isinstance(func, OTHER_OPERATORS) else own)(*args, **kwargs)
 
 

@@ -286,8 +286,7 @@ class WrittenNorms:
 
 
 def _normalises_by_batch(module: nn.Module) -> bool:
-    """Return True if a module contains a batch norm in training mode. Such a module computes another map in each call.
-    """
+    """Return True if a module contains a batch norm in training mode, which computes another map in each call."""
     return any(isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training for each in module.modules())
 
 
