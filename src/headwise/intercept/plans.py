@@ -125,8 +125,8 @@ class Step(NamedTuple):
 
 
 def numbers_in_order(batch: int, length: int, device: torch.device) -> Int[Tensor, "batch 1 length"]:
-    """Number all tokens of a batch from 1 to `batch * length`, sequence after sequence. These are the numbers of the
-    tokens in the result of a linear map, as long as they are not reordered.
+    """Number all tokens of a batch from 1 to `batch * length`, sequence after sequence. The tokens in the result of a
+    linear map have these numbers until a later function reorders them.
     """
     return torch.arange(1, batch * length + 1, dtype=torch.int32, device=device).view(batch, 1, length)
 
@@ -322,7 +322,7 @@ class PlanKey(NamedTuple):
         return PlanKey(model, (state, *kinds, *modes, *autocast))
 
     def plans(self) -> list[Plan]:
-        """Return the confirmed plans (stored facts about the model's attention) for calls with this key. If there is
+        """Return the plans (stored facts about the model's attention) that calls with this key can follow. If there is
         none, the call has to be traced. Plans whose parameters have been freed are removed, since new parameters may
         get the same identities.
         """
@@ -347,8 +347,8 @@ class PlanKey(NamedTuple):
             of_model.popitem(last=False)
 
     def refuse(self) -> None:
-        """Remove the plans (stored facts about the model's attention) for calls of this kind, because a call has
-        contradicted one of them. From now on, store no plans for such calls.
+        """Remove the plans (stored facts about the model's attention) for calls of the model of this kind, because a
+        call has contradicted one of them. From now on, store no plans for such calls.
         """
         _PLANS.setdefault(self.model, OrderedDict())[self.kind] = None
 
@@ -633,8 +633,8 @@ class Following:
             self.log.append(LoggedFunction(function, args, kwargs, result, list(modules)))
 
     def next_call(self, path: str, facts: CallFacts, tensors: tuple[Tensor, ...]) -> PlannedCall | None:
-        """Return the facts that the plan of the model's call contains about the attention call that happens now in the
-        module at `path`. Return None if this attention call is not the next step of the plan.
+        """Return the facts about the attention call that happens now in the module at `path`, as stored in the plan
+        that the model's call follows. Return None if this attention call is not the next step of the plan.
         """
         if not self.is_next((path, facts), tensors, {}):
             return None

@@ -334,8 +334,8 @@ class SiteRegistry(Interceptor):
 
     @property
     def nonfinite(self) -> dict[str, int]:
-        """Number of query rows with attention weights or head outputs that are NaN or infinite, over all heads and
-        sequences, by module path. Modules are in the order in which they first attended.
+        """Number of query rows in which attention weights or head outputs are NaN or infinite, by module path. The rows
+        of all heads and sequences are counted. Modules are in the order in which they first attended.
         """
         rows: dict[str, int] = {}
         for site, record in self._records.items():

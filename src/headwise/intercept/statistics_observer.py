@@ -117,7 +117,7 @@ class StatisticsObserver(Interceptor):
         self._written_norms.on_module_end(path, arguments, output)
 
     def needs_end_of(self, path: str) -> bool:
-        """Return True if the module at `path` is an output projection that has not been confirmed yet."""
+        """Return True if head outputs are stored until the module at `path`, their output projection, ends its call."""
         return self._written_norms.waits_for(path)
 
     def on_unreadable(self, path: str, reason: str) -> None:
@@ -133,8 +133,7 @@ class StatisticsObserver(Interceptor):
         self._written_norms.on_projected(path, weights)
 
     def on_left_out(self, path: str, reason: str) -> None:
-        """Record in the result of `watch` that some statistics of the module at `path` are left out, for this `reason`.
-        """
+        """Record in the result of `watch` that some statistics of the module at `path` are left out, for a `reason`."""
         self._heads.on_left_out(path, reason)
 
     def observe(self, call: Call) -> Observation | None:

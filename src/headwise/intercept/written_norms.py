@@ -114,7 +114,7 @@ class WrittenNorms:
     def gram(self, path: str, heads: int, value_dim: int | None) -> Float[Tensor, "heads value_dim value_dim"] | None:
         """Return the matrix `W_h^T W_h` for each head h, where `W_h` is the head's slice of the output projection of
         the attention module at `path`. Return None if no projection is found, if a call of the model did not confirm
-        it, or if `value_dim` is unknown.
+        the projection, or if `value_dim` is unknown.
         """
         if value_dim is None or path in self._left_out:
             return None
@@ -140,8 +140,9 @@ class WrittenNorms:
         return self._grams[path][2]
 
     def slices(self, path: str, heads: int, value_dim: int | None) -> HeadSlices | None:
-        """Return each head's slice of the output projection of the attention module at `path`. Return None if no
-        projection is found, if a call of the model did not confirm it, or if `value_dim` is unknown.
+        """Return each head's slice of the output projection of the attention module at `path`: the weights that
+        multiply the head's output. Return None if no projection is found, if a call of the model did not confirm the
+        projection, or if `value_dim` is unknown.
         """
         if value_dim is None or self.gram(path, heads, value_dim) is None:
             return None
@@ -173,8 +174,8 @@ class WrittenNorms:
         return linear_map(self._modules[projection_path], width)
 
     def needs_outputs(self, path: str) -> bool:
-        """Return True if it is not yet decided whether the output projection found for the attention module at `path`
-        is the right one. The head outputs of the next call are then needed.
+        """Return True if it is not yet decided if the output projection found for the attention module at `path` is the
+        right one. The head outputs of the next call are then needed for the decision.
         """
         return path not in self._settled
 
