@@ -19,8 +19,8 @@ def module_calls(
     modules: Mapping[KeyT, nn.Module], on_call: Callable[[KeyT, tuple[Any, ...], Any], Any]
 ) -> Iterator[None]:
     """Return a context in which `on_call` is called after each call of one of `modules`. It receives the module's key
-    in this mapping, the positional arguments of the module's call, and the module's output. If `on_call` returns a
-    value other than None, that value replaces the module's output.
+    in the mapping `modules`, the positional arguments of the module's call, and the module's output. If `on_call`
+    returns a value other than None, that value replaces the module's output.
     """
 
     def hook_of(key: KeyT) -> Callable[..., Any]:

@@ -23,9 +23,7 @@ class Recurrence(threading.local):
         self._first_calls: dict[SiteKey, int] = {}
 
     def on_model_call(self) -> None:
-        """Discard the attention calls recorded in the previous call of the model, because a new call of the model
-        starts.
-        """
+        """Discard the attention calls recorded in the previous call of the model, because a new call starts."""
         self._first_calls = {}
 
     def with_first_call(self, call: Call) -> Call:
@@ -60,9 +58,7 @@ class QueryParts(threading.local):
         self._so_far: defaultdict[tuple[SiteKey, int, int], list[_Queries]] = defaultdict(list)
 
     def on_model_call(self) -> None:
-        """Discard the attention calls recorded in the previous call of the model, because a new call of the model
-        starts.
-        """
+        """Discard the attention calls recorded in the previous call of the model, because a new call starts."""
         self._so_far.clear()
 
     def attends_again(self, call: Call) -> bool:
@@ -73,10 +69,10 @@ class QueryParts(threading.local):
         return tokens is not None and before is not None and any(tokens.has_queries_of(each.tokens) for each in before)
 
     def sequences_of(self, call: Call, continues: bool) -> tuple[int, bool]:
-        """Return the index of the attention call that began the queries' sequences, and True if `call` continues
-        sequences. If `call` computes another part of the queries of an earlier call (with the same keys, and queries
-        from the same projection), return the index of the first such call, and True. Otherwise, or if the tokens of
-        `call` are unknown, return its own index and `continues`.
+        """Return two results: the index of the attention call with which the sequences of `call` began, and True if
+        `call` continues sequences. If `call` computes another part of the queries of an earlier call (with the same
+        keys, and queries from the same projection), return the index of the first such call, and True. Otherwise, or if
+        the tokens of `call` are unknown, return its own index and `continues`.
 
         Args:
             call: the call.

@@ -232,7 +232,8 @@ class Session(Trace):
     @staticmethod
     def end_calls_of(interceptor: Interceptor) -> None:
         """Remove the module calls of `interceptor`, whose context ends, from all sessions of this thread. Such calls
-        are left after an exception like `KeyboardInterrupt`, which is no `Exception`: torch then calls no hook.
+        are left after an exception that is no instance of `Exception`, such as `KeyboardInterrupt`: torch then calls no
+        hook.
         """
         for session in list(RUNNING.sessions):
             session.end_module_calls(interceptor)

@@ -149,8 +149,8 @@ def _traced(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _not_in_place(call: FunctionCall) -> FunctionCall:
     """If a function call is about to change the axes of a tensor in place, as `unsqueeze_`, return an equivalent call
-    of a function that returns a view. Its argument is a view of the tensor with the old axes, to which the records
-    about these axes are moved. Return any other call unchanged.
+    of a function that returns a view. Its argument is a view of the tensor with the old axes. The records about these
+    axes are moved to this view. Return any other call unchanged.
     """
     function = VIEWS_IN_PLACE.get(call.function)
     if function is None:

@@ -174,8 +174,8 @@ class WrittenNorms:
         return linear_map(self._modules[projection_path], width)
 
     def needs_outputs(self, path: str) -> bool:
-        """Return True if it is not yet decided if the output projection found for the attention module at `path` is the
-        right one. The head outputs of the next call are then needed for the decision.
+        """Return True if it is not yet decided whether the output projection found for the attention module at `path`
+        is the right one. The head outputs of the next call are then needed for the decision.
         """
         return path not in self._settled
 
@@ -266,8 +266,8 @@ class WrittenNorms:
                 self._settle(path, is_confirmed=False)
 
     def _check(self, path: str, call: _ProjectionCall, model_call: _ModelCall) -> None:
-        """Decide from one call of an output projection if it is the right one for the attention module at `path`. The
-        projection's input must consist of the module's head outputs, and its output must be the linear map of its
+        """Decide from one call of an output projection whether it is the right one for the attention module at `path`.
+        The projection's input must consist of the module's head outputs, and its output must be the linear map of its
         input. If this call cannot show it, leave the decision to a later call.
         """
         head_outputs, projection = model_call.head_outputs.pop(path), self._grams[path][1]
@@ -277,8 +277,8 @@ class WrittenNorms:
             self._settle(path, is_confirmed=is_confirmed)
 
     def _settle(self, path: str, *, is_confirmed: bool) -> None:
-        """Record that it is now decided if the output projection found for the attention module at `path` is the right
-        one. If `is_confirmed` is False, remove the statistic `written_norm` from the module's results.
+        """Record that it is now decided whether the output projection found for the attention module at `path` is the
+        right one. If `is_confirmed` is False, remove the statistic `written_norm` from the module's results.
         """
         self._settled.add(path)
         if not is_confirmed:
