@@ -18,9 +18,9 @@ KeyT = TypeVar("KeyT")
 def module_calls(
     modules: Mapping[KeyT, nn.Module], on_call: Callable[[KeyT, tuple[Any, ...], Any], Any]
 ) -> Iterator[None]:
-    """Return a context in which `on_call` is called after each call of one of `modules`, with the module's key, its
-    positional arguments and its output. If `on_call` returns a value other than None, this replaces the module's
-    output.
+    """Return a context in which `on_call` is called after each call of one of `modules`. It receives the module's key
+    in the mapping `modules`, the positional arguments of the module's call, and the module's output. If `on_call`
+    returns a value other than None, that value replaces the module's output.
     """
 
     def hook_of(key: KeyT) -> Callable[..., Any]:
@@ -34,8 +34,8 @@ def module_calls(
 
 @contextmanager
 def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Return a context in which `forward` replaces the method `forward` of one module object. At its end, the previous
-    method is restored, unless other code has replaced it in the meantime.
+    """Return a context in which `forward` replaces the method `forward` of one module object. At the end of the
+    context, the previous method is restored, unless other code has replaced `forward` in the meantime.
     """
     attributes = vars(module)  # written directly, since modules may define what it means to set an attribute
     has_own, before = "forward" in attributes, attributes.get("forward")
@@ -67,7 +67,9 @@ class _RecordedCall:
 
     @property
     def is_unmodified(self) -> bool:
-        """True if it is known that no tensor in the recorded output was modified in place after the recording."""
+        """True if it is known that no tensor in the recorded output of a module call was modified in place after the
+        recording.
+        """
         return self.versions is not None and self.versions == _versions(self.output)
 
 
@@ -94,7 +96,7 @@ class Replay:
 
     @property
     def stacks(self) -> list[nn.Module]:
-        """Modules that contain several attention modules, such as a decoder. The model itself is left out."""
+        """All modules of a model that contain several attention modules, such as a decoder, except the model itself."""
         return [
             module
             for path, module in self._modules.items()
@@ -103,9 +105,10 @@ class Replay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the module outputs of the one model run within the context, in place of an earlier recording. At the
-        end of the context, discard outputs that cannot be reused: those of module calls that ended after attention
-        began in the last attention module, and those that were later modified in place.
+        """Return a context in which the outputs of modules are recorded while the model runs once. The new recording
+        replaces an earlier one. At the end, two kinds of outputs are discarded because they cannot be reused: outputs
+        of module calls that ended after attention began in the last attention module, and outputs that were later
+        modified in place.
         """
         self._calls, self._attention_start, self._ended = {}, {}, 0
         counts: Counter[str] = Counter()
@@ -141,9 +144,9 @@ class Replay:
 
     @contextmanager
     def reused_until(self, gated: Collection[str]) -> Iterator[None]:
-        """Let recorded modules return their recorded outputs, in place of computing them, in the model run within the
-        context. This applies only to module calls that, in the recorded run, ended before attention began in any of the
-        modules at the paths `gated`.
+        """Return a context in which the model runs once, and modules return their recorded outputs instead of computing
+        them. This applies only to module calls that, in the recorded run of the model, ended before attention began in
+        any of the modules at the paths `gated`.
         """
         first = min(
             (self._attention_start[path] for path in gated if path in self._attention_start), default=self._ended
@@ -166,17 +169,18 @@ class Replay:
 
     @property
     def sites_by_start(self) -> list[str]:
-        """Paths of the attention modules of the recorded run, in the reverse order in which their attention began. If
-        no recorded module call ended between the starts of several modules, only one of these is listed.
+        """Paths of the attention modules that ran in the recorded run of the model, in the reverse order in which their
+        attention began. If no recorded module call ended between the starts of several modules, only one of these
+        modules is listed.
         """
         site_of_start = {start: path for path, start in self._attention_start.items()}
         return [site_of_start[start] for start in sorted(site_of_start, reverse=True)]
 
 
 def _modules_to_record(modules: dict[str, nn.Module], sites: Collection[str]) -> list[str]:
-    """Return the paths of the modules whose outputs are recorded, such as the layers of a model and its embeddings.
-    These are the outermost modules, below the model itself, that contain at most one of the attention modules at the
-    paths `sites`. `ModuleList` and `ModuleDict`, which are never called, are left out.
+    """Return the paths of the modules whose outputs are recorded for later runs of the model, such as its layers and
+    its embeddings. Of the modules below the model itself, these are the outermost ones with at most one of the
+    attention modules at the paths `sites`. `ModuleList` and `ModuleDict`, which are never called, are left out.
     """
     site_counts = {path: sum(path == site or is_inside(site, path) for site in sites) for path in modules}
     paths: list[str] = []
@@ -189,8 +193,8 @@ def _modules_to_record(modules: dict[str, nn.Module], sites: Collection[str]) ->
 
 
 def _versions(output: Any) -> list[int] | None:
-    """Return torch's version counter (the number of in-place writes so far) of each tensor in a module's output; None
-    if there is a tensor without one, made under `torch.inference_mode`.
+    """Return torch's version counter (the number of in-place writes so far) of each tensor in a module's output. Return
+    None if some tensor has no counter because it was made under `torch.inference_mode`.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     return None if any(tensor.is_inference() for tensor in tensors) else [tensor._version for tensor in tensors]

@@ -43,12 +43,12 @@ class ModuleHooks(UncopiedHooks):
 
     @property
     def context(self) -> str:
-        """Name, for error messages, of the context that intercepts the module, such as "hw.watch"."""
+        """Name of the context that intercepts the module, such as "hw.watch", for error messages."""
         return self._context
 
     def register(self) -> Iterator[RemovableHandle]:
-        """Register a pre-hook before the module's other hooks, and a forward hook after them. Yield the handle that
-        removes each of the two.
+        """Register a forward pre-hook that runs before the module's other hooks, and a forward hook that runs after
+        them. Yield, for each of the two, the handle that removes it.
         """
         yield self._module.register_forward_pre_hook(self.on_start, prepend=True, with_kwargs=True)
         yield self._module.register_forward_hook(self.on_end, always_call=True)
@@ -56,10 +56,10 @@ class ModuleHooks(UncopiedHooks):
     def on_start(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Forward pre-hook: push this call of `module` onto the running calls, and report its start to the interceptor.
-        If no other module of the same model is running in the session, first report the start of a call of the model.
-        Calls that activation checkpointing repeats are not reported. If arguments contain attention outputs that
-        interceptors change, return the changed arguments; otherwise None.
+        """Forward pre-hook: add this call of `module` to the session's running module calls, and report its start to
+        the interceptor. If no other module of the same model is running, first report that a call of the model starts.
+        Report nothing if activation checkpointing repeats the call. If arguments contain attention outputs that
+        interceptors change, return the changed arguments; otherwise return None.
         """
         session = current_session()
         following = session.following
@@ -87,9 +87,9 @@ class ModuleHooks(UncopiedHooks):
         return changed
 
     def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook: pop the module call from the running calls, and return the module's `output` as changed by the
-        interceptors; None if they do not change it. Do nothing if `on_start` never pushed the call, because another
-        hook failed first.
+        """Forward hook: remove the module call from the session's running module calls. Return the module's `output`
+        with the interceptors' changes, or None if they do not change it. Do nothing if `on_start` never added the call,
+        because another hook failed first.
         """
         session = current_session()
         innermost = session.module_calls[-1] if session.module_calls and not self.is_copy else None
@@ -110,7 +110,7 @@ _NAMES: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 
 
 def _names_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of a module's `forward` that may be passed by position."""
+    """Return the names of the arguments that a module's method `forward` accepts by position."""
     if "forward" in vars(module):
         return _argument_names(module.forward)
     function = type(module).forward
@@ -120,8 +120,8 @@ def _names_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the parameters of a function that may be passed by position. Return none if the function has
-    no signature, as functions written in C.
+    """Return the names of the arguments that a function accepts by position. Return no names if the function has no
+    signature, as some functions written in C.
     """
     try:
         parameters = inspect.signature(forward).parameters.values()
@@ -132,16 +132,17 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Return True if a module has forward hooks or forward pre-hooks that interception did not register; such a hook
-    may read or change the module's output.
+    """Return True if a module has forward hooks or forward pre-hooks that headwise's interception did not register.
+    Such a hook may read or change the module's output.
     """
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(not isinstance(getattr(hook, "__self__", None), ModuleHooks) for hook in hooks)
 
 
 def _push(module_call: ModuleCall, interceptors: list[Interceptor]) -> None:
-    """Add a module call that starts to those of the current session. If none runs there, begin a session, and decide
-    whether the call follows a plan. `interceptors` are those that apply.
+    """Add a module call that starts now to the running module calls of the current session. If none is running, begin a
+    session, and decide whether the model's call follows a plan (facts about its attention stored by an earlier call).
+    `interceptors` are those that apply now.
     """
     session = current_session()
     for interceptor in {call.interceptor for call in session.module_calls}.difference(interceptors):
@@ -176,9 +177,9 @@ def _is_in_compiled_code() -> bool:
 
 
 def _key_of(module_call: ModuleCall) -> PlanKey | None:
-    """Return the key of the plan for a call of a model that starts now. Return None if there can be no plan: several
-    models are intercepted, the user has stated something about the model's attention, activation checkpointing repeats
-    the call, or a compiled function makes it, whose code may call torch's functions without their names.
+    """Return the key of the plans (stored facts about a model's attention) for a call of the model that starts now.
+    Return None if no plan is possible: several models are intercepted, the user has stated facts about the model's
+    attention, activation checkpointing repeats the call, or a function compiled by `torch.compile` makes the call.
     """
     session = current_session()
     interceptions = session.current_interceptions
@@ -194,9 +195,9 @@ def _key_of(module_call: ModuleCall) -> PlanKey | None:
 
 
 def _pop(output: Any) -> Any:
-    """Remove the innermost module call from the running ones, after it returned `output`. Report its attention calls
-    to the interceptors, or that its attention cannot be read. If interceptors change attention outputs in `output`,
-    return the changed output; otherwise None. If none is left, end the session.
+    """Remove the innermost module call, which has returned `output`, from the running module calls. Report its
+    attention calls to the interceptors, or report that its attention cannot be read. If interceptors change attention
+    outputs in `output`, return the changed output; otherwise return None. If no module call is left, end the session.
     """
     session = current_session()
     module_call, following, changed = session.module_calls.pop(), session.following, None

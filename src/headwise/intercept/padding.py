@@ -29,9 +29,8 @@ class RealTokens(NamedTuple):
 
 
 def real_by_mask(facts: MaskFacts, first: int, queries: int, batch: int) -> RealTokens:
-    """Return which queries and keys of a self-attention call belong to tokens that are not padding, derived from its
-    mask. A token is padding if no query row sees the token's key. A query also counts as padding if its row sees no
-    key.
+    """Return, from the mask of a self-attention call, which of its queries and keys are not padding. A token is padding
+    if no query may attend to the token's key. A query is also padding if it may attend to no key.
 
     If no row sees its own key, as in strictly causal masks, only rows that see no key are padding.
 
@@ -49,9 +48,10 @@ def real_by_mask(facts: MaskFacts, first: int, queries: int, batch: int) -> Real
 
 
 def real_by_causal_mask(facts: MaskFacts, queries: int, batch: int) -> RealTokens:
-    """Return which query rows of a self-attention call are not padding, if the first keys may not be tokens. Under a
-    causal mask, the last key that a row sees is the key of the row's own token. A row is padding if no row sees the key
-    of its token. If a mask that is not causal hides keys from all rows, the result is marked as unknown.
+    """Return which queries of a self-attention call are not padding, if its first keys may not belong to tokens. Under
+    a causal mask, the last key that a query may attend to is the key of its own token. A query is padding if no query
+    may attend to that key. If the mask hides some key from all queries but is not causal, the result is marked as
+    unknown.
 
     Args:
         facts: facts about the mask.
@@ -68,8 +68,8 @@ def real_by_causal_mask(facts: MaskFacts, queries: int, batch: int) -> RealToken
 
 
 def argument_of_keys(argument: Tensor, dropped: int, first: int, queries: int) -> Tensor | None:
-    """Return the part of a module's padding mask `argument` that belongs to the keys of a self-attention call, up to
-    the key of the last query. Return None if the mask is too short.
+    """Return the columns of a module's padding mask `argument` that belong to the keys of a self-attention call, up to
+    the key of the last query. Return None if the mask has too few columns.
 
     The argument has the tokens of the queries alone, or all tokens from the start of the sequences. These may include
     tokens whose keys a cache has dropped, and places of a static cache that are still empty. Or it has the latest
@@ -92,9 +92,10 @@ def argument_of_keys(argument: Tensor, dropped: int, first: int, queries: int) -
 def meanings_of_argument(
     argument: Tensor, received: ReceivedMask, real: RealTokens, first: int
 ) -> list[Bool[Tensor, "batch length"]]:
-    """Return a module's padding mask `argument` in its possible meanings, as masks that are True at tokens: in the
-    argument, True may mark tokens or padding. A meaning is possible if, under the mask of the attention call, no token
-    sees the key of padding. If both are possible, only those that leave query tokens in every sequence are returned.
+    """Return the possible readings of `argument`, a module's padding mask in which True may mark either tokens or
+    padding. Each reading is returned as a mask that is True at tokens. A reading is possible if, under the mask of the
+    attention call, no token may attend to the key of padding. If both are possible, return only those that leave query
+    tokens in every sequence.
 
     Args:
         argument: the padding mask `(batch, length)` of the tokens of the first keys.
@@ -116,8 +117,8 @@ def meanings_of_argument(
 
 
 def _is_mask_of_scores(argument: Tensor, received: ReceivedMask) -> bool:
-    """Return True if `argument` is not a padding mask, but the mask `(queries, keys)` of the attention call itself. The
-    two have the same shape if the batch has as many sequences as tokens.
+    """Return True if `argument`, which looks like a padding mask, is in fact the mask `(queries, keys)` of the
+    attention call itself. Masks of the two kinds have the same shape if there are as many sequences as queries.
     """
     grid = received.grid
     if argument.shape != (grid.queries, grid.keys):
@@ -135,7 +136,9 @@ def _is_consistent(
     real_queries: Bool[Tensor, "batch queries"] | None,
     first: int,
 ) -> bool:
-    """Return True if no query token sees the key of padding. `real` is True at tokens and False at padding."""
+    """Return True if, under the mask of an attention call, no query that is a token may attend to the key of padding.
+    `real` is True at tokens and False at padding.
+    """
     queries, length = both(real[:, first:], real_queries), real.shape[1]
     assert queries is not None
     for rows, visible in received.by_sequence():
@@ -147,7 +150,8 @@ def _is_consistent(
 
 
 def require_hidden(stated: Bool[Tensor, "batch queries"], received: ReceivedMask | None, first: int, path: str) -> None:
-    """Raise `InputError` if a token sees the key of a token that the user has stated to be padding.
+    """Raise `InputError` if the user states that a token is padding, but a token that is not padding may attend to its
+    key.
 
     Args:
         stated: True at the tokens of the queries that are not padding, as stated.

@@ -118,8 +118,9 @@ class InterceptedFunction:
 def intercepting(
     owner: Any, name: str, intercept: Callable[..., Any], compiled: Callable[..., Any] | None = None
 ) -> Replacement:
-    """Return a replacement of the function `name` of `owner`. It calls `intercept` with the replaced function and then
-    the arguments of the call. A compiler reads `compiled` in place of `intercept`.
+    """Return a replacement for the function `name` of `owner`. The replacement calls `intercept` with the function that
+    it replaces, followed by the arguments of the call. While `torch.compile` compiles code, the replacement calls
+    `compiled` instead.
     """
     return Replacement(owner, name, InterceptedFunction(intercept, getattr(owner, name), compiled))
 
@@ -149,8 +150,8 @@ def call_replaced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def is_foreign(function: Callable[..., Any], own: Callable[..., Any]) -> bool:
-    """Return True if `function` comes from another library: it is neither torch's function `own`, nor headwise's
-    intercepting replacement of `own`.
+    """Return True if `function`, found under a public name of torch, comes from another library. It is then neither
+    torch's own function `own` nor headwise's intercepting replacement of `own`.
     """
     while isinstance(function, InterceptedFunction):
         function = function.previous
@@ -169,7 +170,7 @@ _OTHER_NAMES = {"_unsafe_view": "view", "_to_copy": "to"}
 
 
 def operator_name(operator: Any) -> str:
-    """Return the name of an operator with its library, such as "aten::softmax"."""
+    """Return the name of an operator under `torch.ops` with the name of its library, such as "aten::softmax"."""
     packet = operator.overloadpacket if isinstance(operator, OpOverload) else operator
     name: str = packet._qualified_op_name
     return name
@@ -177,8 +178,8 @@ def operator_name(operator: Any) -> str:
 
 @cache
 def _of_operator(operator: Any) -> Callable[..., Any]:
-    """Return the function of torch that computes the same as an operator under `torch.ops.aten`, with the same
-    arguments. Return the operator itself if there is none.
+    """Return the torch function that computes the same as an operator under `torch.ops.aten`, from the same arguments.
+    Return the operator itself if there is no such function.
     """
     library, _, name = operator_name(operator).partition("::")
     if library == "aten":
@@ -192,8 +193,9 @@ def _of_operator(operator: Any) -> Callable[..., Any]:
 
 
 def torchs_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the original torch function if `function` replaces one under its public name. Otherwise return `function`
-    itself. For an operator such as `torch.ops.aten.softmax`, return the function that computes the same.
+    """Return torch's original function if `function` is a replacement that is installed under the original's public
+    name. For an operator such as `torch.ops.aten.softmax`, return the torch function that computes the same. Otherwise
+    return `function` itself.
 
     Functions of torch that are written in Python pass to a torch function mode what is found under their own name, in
     place of themselves. The mode must not call a replacement again, from which they were called.

@@ -82,7 +82,9 @@ class CallFacts(NamedTuple):
 
     @staticmethod
     def of(function: str, q: Tensor, k: Tensor, v: Tensor) -> "CallFacts":
-        """Return the properties of a call with queries, keys and values `(batch, heads, length, features)`."""
+        """Return the properties of an attention call, such as its number of heads, from its queries, keys and values
+        `(batch, heads, length, features)`.
+        """
         return CallFacts(function, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
 
 
@@ -123,13 +125,15 @@ class Step(NamedTuple):
 
 
 def numbers_in_order(batch: int, length: int, device: torch.device) -> Int[Tensor, "batch 1 length"]:
-    """Return the numbers of the tokens in the result of a linear map in their order, as `TokenNumbers` counts them."""
+    """Number all tokens of a batch from 1 to `batch * length`, sequence after sequence. The tokens in the result of a
+    linear map have these numbers until a later function reorders them.
+    """
     return torch.arange(1, batch * length + 1, dtype=torch.int32, device=device).view(batch, 1, length)
 
 
 def are_in_order(tokens: ComparedTokens, grid: Grid) -> bool:
-    """Return True if queries, keys and values of an attention call are known to be the tokens in the results of linear
-    maps, in their order.
+    """Return True if linear maps are known to have computed the queries, keys and values of an attention call, and
+    their tokens are known to be still in the original order.
     """
     if tokens.values is None:
         return False
@@ -175,12 +179,14 @@ class Steps:
         self.add_results(list(given))
 
     def of(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FunctionStep:
-        """Return the description of a call. Tensors are stated by the step that computed them."""
+        """Return a description of one call of a torch function. In it, each tensor is described by its number among the
+        inputs of the model and the results of earlier functions.
+        """
         return function, tuple(kwargs), tuple(map(self._described, (*args, *kwargs.values())))
 
     def match(self, step: FunctionStep, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return True if `step` is the description of a call, which is compared value by value. This is done for each
-        function that a model calls, so it takes a fraction of the time of `of`.
+        """Return True if `step` describes this call of a function. The arguments are compared with `step` one by one,
+        without a description of the whole call. This runs for each function that a model calls, so it must be fast.
         """
         stated_function, names, values = step
         if stated_function is not function and stated_function != function:
@@ -208,7 +214,9 @@ class Steps:
         return True
 
     def add_results(self, result: Any) -> None:
-        """Number the tensors in the result of a call."""
+        """Assign a number to each tensor in the result of a function call, by which arguments of later calls are
+        recognised.
+        """
         if type(result) is Tensor:  # most results; this is done after each function that a model calls
             self._count += 1
             self._numbers[id(result)] = ref(result), (self._count,)
@@ -217,19 +225,20 @@ class Steps:
                 self._number(each)
 
     def replace(self, tensor: Tensor, other: Tensor) -> None:
-        """Take note of a tensor that interceptors have put in the place of another one."""
+        """Record that interceptors have put `tensor` in the place of `other`. Both then have the same description."""
         self._numbers[id(tensor)] = ref(tensor), self._described(other)
 
     def _number(self, tensor: Tensor) -> tuple[int]:
-        """Return a new number for a tensor."""
+        """Assign the next unused number to a tensor, and return this number."""
         self._count += 1
         number = (self._count,)
         self._numbers[id(tensor)] = ref(tensor), number
         return number
 
     def _described(self, value: Any) -> Any:
-        """Return the description of an argument: that of a tensor, or the value of others. An object whose value is
-        unknown, such as an array of numpy, has a description that equals no other one.
+        """Return the description of one argument of a function call, by which two calls are compared. A tensor is
+        described by its number, most other arguments by their value. An object whose value is unknown, such as a NumPy
+        array, gets a description that equals no other one.
         """
         if isinstance(value, Tensor):
             return self._described_tensor(value)
@@ -246,8 +255,8 @@ class Steps:
         return value if is_single else (kind, value) if isinstance(value, Number | str) else object()
 
     def _described_tensor(self, tensor: Tensor) -> tuple[Any, ...]:
-        """Return the number of a tensor, or the identity of a parameter. A module may attend by other parameters in
-        each call.
+        """Return the description of a tensor: its number, or the identity of a parameter. Parameters are described by
+        identity because a module may attend with other parameters in each call.
         """
         known = self._numbers.get(id(tensor))  # another tensor may have had its identity
         if known is not None and known[0]() is tensor:
@@ -298,10 +307,10 @@ class PlanKey(NamedTuple):
 
     @staticmethod
     def of(model: nn.Module, state: Hashable, arguments: Mapping[str, Any]) -> "PlanKey | None":
-        """Return the key under which plans for a call of `model` are stored. Calls have the same plans if the `state`
-        of the modules, the kinds and sizes of the `arguments`, and settings of torch such as autocast are the same.
-        Return None if no plan is made for calls with such arguments, such as a cache of keys and values, or a list that
-        contains itself.
+        """Return the key under which plans (stored facts about the model's attention) for a call of `model` are kept.
+        Two calls have the same key if the `state` of the modules, the kinds and sizes of the `arguments`, and settings
+        of torch such as autocast are the same. Return None if an argument rules out a plan, such as a cache of keys and
+        values, or a list that contains itself.
         """
         kinds: list[Hashable] = []
         if has_no_numbers() or are_nested_deeply(arguments.values()) or not _add_kind(arguments, kinds, {}):
@@ -313,8 +322,9 @@ class PlanKey(NamedTuple):
         return PlanKey(model, (state, *kinds, *modes, *autocast))
 
     def plans(self) -> list[Plan]:
-        """Return the plans for calls with this key; none if the call has to be traced. There are none for parameters
-        that are freed, whose identities other parameters may have.
+        """Return the plans (stored facts about the model's attention) that calls with this key can follow. If there is
+        none, the call has to be traced. Plans whose parameters have been freed are removed, since new parameters may
+        get the same identities.
         """
         of_model = _PLANS.get(self.model)
         known = None if of_model is None else of_model.get(self.kind)
@@ -323,8 +333,9 @@ class PlanKey(NamedTuple):
         return [plan for plan, is_confirmed in known or () if is_confirmed]
 
     def store(self, plan: Plan, *, is_confirmed: bool) -> None:
-        """Store a new plan. If it is not confirmed, because the call may have computed tensors that the model keeps for
-        later calls, the plan is followed once a second traced call has given the same.
+        """Store a new plan (facts about the model's attention). The plan is not confirmed if the traced call may have
+        computed tensors that the model keeps for later calls. It is then followed only after a second traced call has
+        produced the same plan.
         """
         of_model = _PLANS.setdefault(self.model, OrderedDict())
         plans = of_model.setdefault(self.kind, [])
@@ -336,13 +347,16 @@ class PlanKey(NamedTuple):
             of_model.popitem(last=False)
 
     def refuse(self) -> None:
-        """Remove the plans for this kind of calls, since a call has contradicted one, and store none from now on."""
+        """Remove the plans (stored facts about the model's attention) for calls of the model of this kind, because a
+        call has contradicted one of them. From now on, store no plans for such calls.
+        """
         _PLANS.setdefault(self.model, OrderedDict())[self.kind] = None
 
 
 def _add_kind(value: Any, kinds: list[Hashable], numbers: dict[int, int]) -> bool:
-    """Add the kind of an argument to `kinds`. Of a tensor the kind states the sizes, and if it is also another
-    argument: `numbers` has the tensors so far. Return False if there are no plans for such an argument.
+    """Append the kind of an argument of a model's call to `kinds`. The kind of a tensor is its dtype, device and shape,
+    and a number from `numbers`, which is equal wherever the same tensor is passed. Return False if no plan (stored
+    facts about attention) is made for calls with such an argument.
     """
     if type(value) in _STATED:
         kinds.append((type(value), value))
@@ -383,7 +397,9 @@ class ModuleStates:
         self._latest: tuple[list[Any], Hashable] = [], None
 
     def read(self) -> Hashable:
-        """Return the present state of the modules; the same object as before if nothing has changed."""
+        """Return the properties of the model's modules that decide how they attend, such as training mode. If none has
+        changed since the last reading, return the same object as then.
+        """
         values: list[Any] = [
             value if type(value) in _STATED else None
             for attributes, names in self._attributes
@@ -399,7 +415,9 @@ class ModuleStates:
         return state
 
     def identities(self) -> list[int]:
-        """Return the identities of all attributes, by which it is seen if a call of the model changes them."""
+        """Return the identities of the attributes of the model's modules. If they differ after a call of the model, the
+        call has changed attributes.
+        """
         return [id(value) for attributes, _ in self._attributes for value in attributes.values()]
 
 
@@ -434,7 +452,9 @@ class Recording:
         self._has_failed = self._may_be_kept = False
 
     def fail(self) -> None:
-        """Record that there is no plan for this call: some of its attention must be followed through all functions."""
+        """Record that no plan for later calls can be made from this call of the model, since some of its attention is
+        found only by tracing all functions.
+        """
         self._has_failed = True
 
     def on_module(self, path: str) -> None:
@@ -442,17 +462,17 @@ class Recording:
         self._ran.add(path)
 
     def on_function(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record that the model calls a torch function. There is no plan if it reads numbers after it has attended, as
-        later calls may then take other steps.
+        """Record that the model calls a torch function. No plan for later calls is made if the function returns numbers
+        of a tensor to Python after the first attention call: the model may take other steps if the numbers differ.
         """
         self._has_failed |= bool(self._calls) and function in READINGS
         if not self._has_failed:
             self._so_far.append(self._steps.of(function, args, kwargs))
 
     def on_result(self, result: Any, is_of_input: Callable[[Tensor], bool]) -> None:
-        """Record the result of the function. If the model has attended, and the result follows from no input, as a mask
-        made of sizes, the model may keep it, and then takes other steps in later calls. A result that the model has
-        computed twice in this call is not kept.
+        """Record the `result` of a torch function. A model may keep a result for later calls, which then take other
+        steps. This is possible if the model has already attended, and the result depends on no input, as a mask made
+        from sizes alone. It is excluded if the model has computed the same result twice in this call.
         """
         if self._has_failed:
             return
@@ -462,18 +482,20 @@ class Recording:
             self._may_be_kept = step not in earlier
 
     def on_replaced(self, tensor: Tensor, other: Tensor) -> None:
-        """Record that interceptors have put `tensor` in the place of another one that the model computed."""
+        """Record that interceptors have put `tensor` in the place of `other`, a tensor that the model computed."""
         self._steps.replace(tensor, other)
 
     def on_attention(self, path: str, facts: CallFacts, tensors: tuple[Tensor, ...]) -> int:
-        """Record an attention call in the module at `path`, and return its number."""
+        """Record an attention call in the module at `path`, and return the number of the attention call within the
+        model's call.
+        """
         self.on_function((path, facts), tensors, {})
         self._calls.append(None)
         self._weights.append([])
         return len(self._calls) - 1
 
     def add(self, number: int, call: PlannedCall) -> None:
-        """Add what was derived about an attention call."""
+        """Store `call`, the facts that were derived about the attention call with this number."""
         self._calls[number] = call
 
     def on_projected(self, number: int, weights: Iterable[Tensor]) -> None:
@@ -482,8 +504,8 @@ class Recording:
         self._weights[number].append([ref(base) for base in bases])
 
     def store(self) -> None:
-        """Store the plan at the end of the model's call. There is none if the call has changed attributes of modules,
-        such as states that they keep for the next call.
+        """Store a plan (facts about the model's attention for later calls) at the end of the model's call. Store none
+        if the call has changed attributes of modules, such as states that they keep for the next call.
         """
         calls = [
             replace(call, weights=weights)
@@ -560,17 +582,17 @@ class Following:
 
     @property
     def has_attended(self) -> bool:
-        """True after the first attention call."""
+        """True if the model has already attended in its running call."""
         return self._call > 0
 
     def on_module(self, path: str) -> None:
-        """Take note of a call of the module at `path`."""
+        """Record that a call of the module at `path` starts."""
         self._ran.append(path)
 
     def is_next(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return True if the plan states this call of a torch function as the next step. If no plan does, the plan is
-        followed no longer: the call is traced instead if the model has not attended yet. Otherwise no plan is made
-        from now on for such calls of the model.
+        """Return True if this call of a torch function is the next step of the plan (stored steps and attention of the
+        model), or of another plan with the same steps so far. Otherwise stop following plans. If the model has not
+        attended yet, trace its call instead. If it has, store no plan for such calls of the model from now on.
         """
         if self.is_contradicted:
             return False
@@ -593,7 +615,9 @@ class Following:
         return False
 
     def recording(self) -> Recording:
-        """Return a record of the steps so far, from which a further plan is made."""
+        """Return a record of the steps of the model's call so far. At the end of the call, another plan (stored facts
+        about the model's attention) is made from it.
+        """
         of_plan = {id(each): reference for reference in self.plan.parameters if (each := reference()) is not None}
         self._steps.parameters.update(of_plan)
         return Recording(self._key, self._states, self._steps, self.plan.steps[: self._step - 1], self._ran)
@@ -601,14 +625,16 @@ class Following:
     def on_result(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, modules: Any
     ) -> None:
-        """Take note of the `result` of a function that the plan states. `modules` are the running module calls."""
+        """Record the `result` of a torch function that is a step of the plan (stored steps and attention of the model).
+        `modules` are the running module calls.
+        """
         self._steps.add_results(result)
         if not self._call:
             self.log.append(LoggedFunction(function, args, kwargs, result, list(modules)))
 
     def next_call(self, path: str, facts: CallFacts, tensors: tuple[Tensor, ...]) -> PlannedCall | None:
-        """Return what the plan states about the attention call that happens now in the module at `path`. Return None
-        if the plan does not state it.
+        """Return the facts about the attention call that happens now in the module at `path`, as stored in the plan
+        that the model's call follows. Return None if this attention call is not the next step of the plan.
         """
         if not self.is_next((path, facts), tensors, {}):
             return None
@@ -618,14 +644,18 @@ class Following:
         return self.plan.calls[self._call - 1]
 
     def is_complete(self) -> bool:
-        """Return True if the call has taken all steps of the plan."""
+        """Return True if the finished call of the model has taken all steps of its plan (steps stored by an earlier
+        call). Otherwise remove the plans for such calls.
+        """
         if not self.is_contradicted and self._step < len(self.plan.steps):
             self._key.refuse()
             self.is_contradicted = True
         return not self.is_contradicted
 
     def sources_of(self, planned: PlannedCall, grid: Grid) -> InputSources:
-        """Return the sources of an attention call with these sizes, with its tokens if they are in order."""
+        """Return the inputs of the model on which the queries and keys of a planned attention call depend. If its
+        tokens are in their original order, include the tokens for the sizes in `grid`.
+        """
         if not planned.is_in_order:
             return planned.sources
         tokens = []

@@ -18,8 +18,8 @@ FIRST_UNKNOWN = (
 
 
 def lacks_first_token(call: Call, facts: MaskFacts | None) -> bool:
-    """Return True if the first key of an attention call may be a learned key in front of the tokens. That is so if this
-    key is visible to some query and belongs to no known token, while other keys do.
+    """Return True if the first key of an attention call may be a learned key in front of the tokens. That is the case
+    if some query may attend to this key, and it belongs to no known token, while other keys do.
 
     Args:
         call: the call.
@@ -34,9 +34,9 @@ def lacks_first_token(call: Call, facts: MaskFacts | None) -> bool:
 def own_key_of_first_query(
     call: Call, received: ReceivedMask | None, facts: MaskFacts | None, memory: SiteMemory | None
 ) -> tuple[int | None, Continuation | None]:
-    """Locate the queries of a self-attention call among its keys. The first result is the index of the key that belongs
-    to the first query's token; the following queries belong to the keys after it. It is None if the index is not
-    certain. The second result is the earlier sequences that the call continues, or None if it starts new ones.
+    """Find out which keys of a self-attention call belong to its queries. The first result is the index of the key that
+    belongs to the first query's token, or None if it is not certain. Each further query belongs to the next key. The
+    second result is the earlier sequences that the call continues, or None if it starts new ones.
 
     With cached keys, the index follows from the mask: the last key that a causal row sees is its own. Without such a
     mask the last key belongs to the last query. It is established if the keys in front of it are those of an earlier
@@ -87,8 +87,9 @@ def own_key_of_first_query(
 
 
 def _are_reordered(call: Call, tokens: ComparedTokens, keys: int) -> bool:
-    """Return True if the queries are known to be in another order than their tokens, or are as many as the `keys`, but
-    known to be other tokens. Calls that state positions themselves are in order.
+    """Return True if the queries of an attention call are known to be in another order than their tokens. Also return
+    True if there are as many queries as `keys`, but their tokens are known to differ from those of the keys. Calls that
+    state positions themselves count as in order.
     """
     queries = call.grid.queries
     has_own_axis = tokens.queries.numbers.shape[-1] == queries  # otherwise the queries of several heads share an axis
@@ -97,8 +98,8 @@ def _are_reordered(call: Call, tokens: ComparedTokens, keys: int) -> bool:
 
 
 def _is_appended(call: Call, memory: SiteMemory | None, cached: int) -> bool:
-    """Return True if the first `cached` keys of a call are known to be the keys of the latest call at the same site
-    (attention module, self or cross).
+    """Return True if the first `cached` keys of an attention call are known to be keys of the previous attention call
+    at the same site (attention module, self or cross).
     """
     if memory is None or call.keys is None:
         return False
@@ -108,10 +109,10 @@ def _is_appended(call: Call, memory: SiteMemory | None, cached: int) -> bool:
 def _is_confirmed(
     arguments: Iterable[Mapping[str, Any]], first: int, queries: int, keys: int, layer: int | None
 ) -> bool:
-    """Return True if an argument of the running modules confirms that the first query is token number `first` of its
-    sequence. A tensor of the queries' positions confirms it, and so does a cache whose number of tokens is
-    `first + queries`. A cache that has dropped old keys may have counted more tokens, if the last query belongs to the
-    last key.
+    """Return True if an argument of the running modules confirms that the first query of an attention call is token
+    number `first` of its sequence. Such an argument is a tensor of the queries' positions, or a cache that states
+    `first + queries` tokens. If the last query belongs to the last key, the cache may state more tokens, since it may
+    have dropped old keys.
     """
     for value in (value for module_arguments in arguments for value in module_arguments.values()):
         length_of = getattr(value, "get_seq_length", None)
@@ -125,8 +126,8 @@ def _is_confirmed(
 
 
 def _cached_length(cache: Any, layer: int | None) -> int | None:
-    """Return the number of tokens that a cache of `transformers` contains for the layer with number `layer`. Return
-    None if the cache does not state it.
+    """Return the number of tokens in a key/value cache of `transformers` for the layer with number `layer`. Return None
+    if the cache does not state it.
     """
     try:
         return int(cache.get_seq_length(*([] if layer is None else [layer])))
@@ -135,7 +136,7 @@ def _cached_length(cache: Any, layer: int | None) -> int | None:
 
 
 def _are_positions(value: Any, first: int, queries: int) -> bool:
-    """Return True if `value` is an integer tensor of the positions `first`, `first + 1`, ... of the queries."""
+    """Return True if `value` is an integer tensor with the positions `first`, `first + 1`, ... of all queries."""
     if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
         return False
     if value.shape not in ((queries,), (1, queries)):

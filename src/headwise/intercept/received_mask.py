@@ -27,25 +27,25 @@ CERTAIN_DIFFERENCE = 1e6
 
 
 def with_infinite(added: Float[Tensor, "*batch rows keys"]) -> Float[Tensor, "*batch rows keys"]:
-    """Return a copy of `added` with -inf at every hidden key. `added` is an additive mask, or scores with such a mask.
-    A key is hidden if its number is far below the largest number in the same query row. All keys of a row are hidden if
-    all its numbers are far below 0.
+    """Return a copy of `added` (an additive mask, or scores that include one) with -inf at every hidden key. A key is
+    hidden if its number is far below the largest number in the same query row. If all numbers of a row are far below 0,
+    all its keys are hidden.
     """
     hidden = _is_far_below(added, added.amax(-1, keepdim=True), -1) | hides_all_keys(added)
     return added.masked_fill(hidden, -torch.inf)
 
 
 def hides_all_keys(added: Float[Tensor, "*batch rows keys"]) -> Bool[Tensor, "*batch rows 1"]:
-    """Return True for each row of `added` that hides every key, that is whose numbers are all far below 0. `added` is
-    an additive mask, or scores with such a mask.
+    """Return True for each query row of `added` that hides every key, which means that all its numbers are far below 0.
+    `added` is an additive mask, or scores that include one.
     """
     return _is_far_below(added.amax(-1, keepdim=True), torch.zeros_like(added[..., :1, :1]), -2)
 
 
 def _is_far_below(numbers: Tensor, reference: Tensor, dim: int) -> Bool[Tensor, "*shape"]:
-    """Return True where a number in an additive mask, or in scores with such a mask, is so far below `reference` that
-    its key must be hidden: at least 5000 below. If any number along axis `dim` is near this limit, as with a bias that
-    grows with distance, the limit is 1000000 below.
+    """Return True where an element of `numbers` (an additive mask, or scores that include one) is so far below
+    `reference` that its key must be hidden. The limit is 5000 below `reference`. If any number along axis `dim` is near
+    this limit, as with a bias that grows with distance, the limit is 1000000 below.
     """
     difference = (numbers - reference).to(torch.promote_types(numbers.dtype, torch.float32))
     is_below = difference <= -HIDING_DIFFERENCE
@@ -54,9 +54,9 @@ def _is_far_below(numbers: Tensor, reference: Tensor, dim: int) -> Bool[Tensor, 
 
 
 def is_uniform_where_hidden(mask: Tensor | None) -> bool:
-    """Return True if torch's softmax is uniform in every row where `mask` hides all keys by finite numbers. That is the
-    case if the numbers of the row are equal, and so large in magnitude that adding the scores does not change them.
-    Also return True if there is no such row, as in boolean masks.
+    """Return True if torch's softmax returns equal weights in every query row in which `mask` hides all keys by finite
+    numbers. That is the case if the numbers of such a row are equal, and so large in magnitude that adding the scores
+    does not change them. Also return True if there is no such row, as in boolean masks.
     """
     if mask is None or not mask.is_floating_point():
         return True
@@ -73,9 +73,9 @@ def fill_hidden_rows_as_torch(
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     mask: Tensor | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return the head outputs `out`, with torch's result in those query rows where an additive `mask` hides every key
-    by a large finite negative number. Torch's softmax attends uniformly there, so the result is the mean of all values
-    `v`; headwise itself outputs 0. Other rows, and all rows under any other mask, are unchanged.
+    """Return the head outputs `out`, with torch's result in each query row where an additive `mask` hides every key by
+    a large finite negative number. Torch's softmax attends uniformly in such a row, so the result is the mean of all
+    values `v`, while headwise itself outputs 0. Other rows are unchanged.
 
     A finite number that is added to all scores of a row cancels in torch's softmax: the row attends uniformly to all
     keys. Some models read such rows.
@@ -107,8 +107,8 @@ class ReceivedMask(NamedTuple):
 
     @staticmethod
     def of_problem(problem: Problem) -> "ReceivedMask":
-        """Return the mask of an attention call that is stated as a `Problem`. A key is hidden if the problem's mask
-        hides it, or if its bias is -inf.
+        """Return the mask of the attention call that `problem` describes. A key is hidden if the problem's mask hides
+        it, or if its bias (a number added to its score) is -inf.
         """
         mask, bias = problem.mask, None if problem.bias is None else problem.bias.detach()
         if bias is not None and bool(bias.amin() == -torch.inf):
@@ -117,8 +117,8 @@ class ReceivedMask(NamedTuple):
         return ReceivedMask(mask, problem.grid)
 
     def equals(self, other: "ReceivedMask") -> bool:
-        """Return True if both masks are stored as tensors with equal values, for equal sizes and without explicit
-        positions. Return False for masks that are computed from a rule.
+        """Return True if this mask and `other` are stored as tensors with equal values, for equal sizes and without
+        explicit positions of queries and keys. Return False for masks that are computed from a rule.
         """
         if not isinstance(self.mask, Dense) or not isinstance(other.mask, Dense) or self.grid != other.grid:
             return False
@@ -128,23 +128,25 @@ class ReceivedMask(NamedTuple):
         return one.shape == another.shape and one.device == another.device and torch.equal(one, another)
 
     def block(self, rows: range) -> Bool[Tensor, "#batch #heads rows keys"]:
-        """Return a boolean tensor for the query rows in `rows` and all keys. It is True where a row may attend to a
-        key.
+        """Return the mask for the query rows in `rows` and all keys as a boolean tensor. It is True where a row may
+        attend to a key.
         """
         if self.mask is None:
             return torch.ones(1, 1, len(rows), self.grid.keys, dtype=torch.bool, device=self.grid.device)
         return self.mask.block(self.grid, rows)
 
     def by_sequence(self) -> Iterator[tuple[range, Bool[Tensor, "#batch rows keys"]]]:
-        """Yield the mask in parts: a range of query rows and a boolean tensor for these rows. The tensor is True where
-        a row may attend to a key in at least one head. If all rows are equal, yield the first row alone.
+        """Yield the mask in parts, each with a range of query rows and a boolean tensor for these rows. The tensor is
+        True where a row may attend to a key in at least one head. If all rows of the mask are equal, yield only the
+        first one.
         """
         for rows, block in self.by_head():
             yield rows, block[:, 0] if block.shape[1] == 1 else block.any(1)
 
     def by_head(self) -> Iterator[tuple[range, Bool[Tensor, "#batch #heads rows keys"]]]:
-        """Yield the mask in parts: a range of query rows and a boolean tensor for these rows. The tensor is True where
-        a row may attend to a key, separately for each head. If all rows are equal, yield the first row alone.
+        """Yield the mask in parts, each with a range of query rows and a boolean tensor for these rows. The tensor is
+        True where a row may attend to a key, separately for each head. If all rows of the mask are equal, yield only
+        the first one.
         """
         grid, queries = self.grid, 1 if self.has_equal_rows else self.grid.queries
         step = max(1, CELLS_AT_ONCE // max(1, grid.batch * grid.heads * grid.keys))
@@ -205,8 +207,9 @@ class MaskFacts:
 
     @staticmethod
     def of(received: ReceivedMask, keys: int) -> "MaskFacts | None":
-        """Return the facts about the mask that an attention call with this number of keys received. Return None if the
-        mask hides nothing, or if it depends only on the distance between query and key, as a causal mask.
+        """Return facts about the mask that an attention call received, such as which keys it hides. `keys` is the
+        number of keys of the call. Return None if the mask hides nothing, or if it depends only on the distance between
+        query and key, as a causal mask.
         """
         mask, grid = received
         if mask is None or (mask.depends_on_distance_only and grid.uses_default_positions):
@@ -223,10 +226,10 @@ class MaskFacts:
         return MaskFacts(sees_any, is_seen, first_visible, last_visible, sees_own, hides_by_distance)
 
     def own_key_of_first_row(self) -> tuple[int | None, bool]:
-        """In self-attention, return the index of the key that belongs to the token of the first query row: the largest
-        value of `last visible key - row` over all rows. The index is None if this value differs between sequences, or
-        if no row sees a key. The second result is True if the index is certain: several rows have the largest value, as
-        under a causal mask, or there is only one row.
+        """In self-attention, return the index of the key that belongs to the first query's token. It is the largest
+        difference, over all query rows, between the index of the last visible key and the row's own index. It is None
+        if it differs between sequences, or if no row sees a key. The second result is True if the index is certain:
+        several rows have the largest difference, as under a causal mask, or there is only one row.
 
         Rows with a smaller difference are padding.
         """
@@ -241,8 +244,8 @@ class MaskFacts:
 
 
 def _hides_by_distance(mask: Mask, grid: Grid) -> bool:
-    """Return True if a mask hides keys only by the distance between the positions of query and key, and no position
-    marks padding.
+    """Return True if a mask hides keys only by the distance between query and key, and no position is negative, which
+    would mark padding.
     """
     positions = [each for each in (grid.query_positions, grid.key_positions) if each is not None]
     if any(bool((each < 0).any()) for each in positions):
@@ -252,9 +255,10 @@ def _hides_by_distance(mask: Mask, grid: Grid) -> bool:
 
 
 def _facts_of_rows(visible: Bool[Tensor, "#batch rows keys"], first_row: int) -> tuple[Tensor, ...]:
-    """Return facts about some query rows, of which the first has the index `first_row`. Four tensors have an element
-    for each row: True if it sees a key, the first key that it sees, the last one, and True if it sees the key with its
-    own index. The fifth tensor has an element for each key: True if one of these rows sees it.
+    """Return five tensors of facts about a block of query rows, whose first row has the index `first_row`. Four tensors
+    have an element for each row: True if it may attend to any key, the first such key, the last such key, and True if
+    it may attend to the key with its own index. The fifth has an element for each key: True if one of these rows may
+    attend to it.
     """
     sees_any, keys = visible.any(-1), visible.shape[-1]
     as_numbers = visible.to(torch.uint8)

@@ -10,8 +10,8 @@ from headwise.shapes import Bool, Int
 
 
 def separates_documents(context: CallContext, grid: Grid) -> bool:
-    """Return True if the mask of a call separates documents (packed in one sequence), so that the first visible key is
-    stored for each query.
+    """Return True if the mask of an attention call separates documents that are packed in one sequence. In this case
+    `context` contains the first visible key of each query.
     """
     return context.first_keys is not None and context.first_keys.shape[1] == grid.queries > 1
 
@@ -22,9 +22,9 @@ def positions_in_sequences(
     real: Bool[Tensor, "batch queries"] | None,
     first_keys: Int[Tensor, "batch #queries"] | None,
 ) -> Int[Tensor, "#batch queries"] | None:
-    """Return, for each query, the position of its token in its sequence or document, counted from 0 without padding.
-    Return None if the call continues sequences that contain several documents, since it is unknown to which document a
-    query belongs.
+    """Return, for each query of an attention call, the position of its token in its sequence or document, counted from
+    0 without padding. Return None if the call continues sequences that contain several documents, since it is unknown
+    to which document a query belongs.
 
     Args:
         history: tokens of the sequences up to the last query.
@@ -50,14 +50,12 @@ def positions_in_sequences(
 
 
 def stated_positions(grid: Grid) -> Int[Tensor, "#batch queries"]:
-    """Return the positions of the queries that a call of `headwise.attend` states, explicitly or by default."""
+    """Return the positions of the queries in a call of `headwise.attend`, as the caller states them or by default."""
     return grid.query_position(torch.arange(grid.queries, device=grid.device)[None])
 
 
 def _ranks(groups: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"]:
-    """Return, for each row, the number of earlier rows of the same sequence whose number in `groups` is equal to the
-    row's own.
-    """
+    """Return, for each element of `groups`, how many earlier elements of the same sequence are equal to it."""
     order = groups.argsort(dim=1, stable=True)
     in_order = groups.gather(1, order)
     numbers = torch.arange(groups.shape[1], device=groups.device).expand_as(groups)

@@ -38,8 +38,8 @@ class History:
     has_documents: bool = False
 
     def cropped(self, length: int, order: Int[Tensor, " batch"] | None) -> "History":
-        """Return a copy of this `History` with only the first `length` tokens of each sequence. If `order` is passed,
-        also reorder the batch: sequence `order[b]` moves to index b.
+        """Return a copy of this `History` (tokens of a batch of sequences) with only the first `length` tokens of each
+        sequence. If `order` is passed, also reorder the batch: sequence `order[b]` moves to index b.
         """
         token_ids, is_real = (
             tensor if tensor is None else (tensor if order is None else tensor[order])[:, :length]
@@ -50,8 +50,9 @@ class History:
     def extended(
         self, count: int, token_ids: Int[Tensor, "batch count"] | None, is_real: Bool[Tensor, "batch count"] | None
     ) -> "History":
-        """Return a copy of this `History` with `count` more tokens at the end of each sequence. The ids of all tokens
-        become unknown (None) if the ids of the earlier or of the new tokens are unknown.
+        """Return a copy of this `History` (tokens of a batch of sequences) with `count` more tokens at the end of each
+        sequence. If the ids of the earlier or of the new tokens are unknown, the ids of all tokens become unknown
+        (None).
         """
         ids = None
         if token_ids is not None and (self.token_ids is not None or not self.length):
@@ -108,8 +109,8 @@ class SiteMemory:
 
     @staticmethod
     def of(grid: Grid, keys: Keys | None, history: History, dropped: int = 0, given: int = 0) -> "SiteMemory":
-        """Return a record of an attention call whose queries are the last tokens of `history`. By this record, a later
-        call that continues the same sequences is recognised.
+        """Return a record of an attention call whose queries are the last tokens in `history`. The record is used to
+        recognise a later call that continues the same sequences.
         """
         filled = history.length - dropped
         fingerprint = None if keys is None else fingerprint_of(keys, filled)
@@ -118,16 +119,16 @@ class SiteMemory:
 
     @staticmethod
     def without_positions(grid: Grid, keys: Keys | None, is_newest: Bool[Tensor, "batch keys"] | None) -> "SiteMemory":
-        """Return a record of an attention call for which it is unknown which keys belong to its queries. By this
-        record, a later call that continues the same sequences is recognised.
+        """Return a record of an attention call for which it is unknown which keys belong to its queries. The record is
+        used to recognise a later call that continues the same sequences.
         """
         fingerprint = None if keys is None else fingerprint_of(keys, grid.keys)
         return SiteMemory(History(grid.keys, None, None), 0, grid.batch, fingerprint, is_newest=is_newest)
 
     def continuation(self, batch: int, cached: int, keys: Keys | None) -> Continuation | None:
-        """Return the sequences that a new attention call continues. It continues those of the remembered call, the
-        latest one at this site, if its first `cached` keys are keys of the remembered call: either from the first key
-        on, or the last ones if a cache drops old keys. Return None if they are not.
+        """Return the sequences that a new attention call continues, or None if it starts new ones. It continues the
+        sequences of the remembered call (the previous one at the same attention module) if its first `cached` keys come
+        from that call. They may be the first keys of the remembered call, or the last ones if a cache drops old keys.
 
         Sequences may have other places in the batch than in the remembered call, as in beam search.
 
@@ -153,9 +154,9 @@ class SiteMemory:
         return None
 
     def starts_again(self, cached: int, keys: Keys | None) -> bool:
-        """Return True if an attention call starts new sequences, but after the same cached prefix (such as learned
-        keys) as the remembered call, the latest one at this site. The first `cached` keys of the new call are then
-        those that were cached before the sequences of the remembered call began.
+        """Return True if an attention call starts new sequences after the same cached prefix (such as learned keys) as
+        the remembered call, the previous one at the same attention module. In this case, the first `cached` keys of the
+        new call are those that were cached before the sequences of the remembered call began.
         """
         if keys is None or self.fingerprint is None or self.dropped or not cached == self.given > 0:
             return False
@@ -163,10 +164,10 @@ class SiteMemory:
         return all(bool(_are_same(each, remembered).flatten(1).all(1).any()) for each in seen)
 
     def new_keys(self, queries: int, keys: Keys | None) -> Bool[Tensor, "batch keys"] | None:
-        """Return True at the keys of an attention call that the remembered call (the latest one at this site) did not
-        have, if the new call continues its sequences; otherwise None. Cached keys may be at any place. The new call
-        continues the sequences if it has at most as many new keys as `queries`, and contains some of the newest
-        remembered keys. If the newest ones are unknown, it must contain all remembered keys.
+        """Return a mask that is True at the new keys of an attention call, which the remembered call (the previous one
+        at the same attention module) did not have. Return None if the new call does not continue the same sequences. It
+        continues them if it has at most as many new keys as `queries`, and contains some of the newest remembered keys.
+        If the newest ones are unknown, it must contain all remembered keys. Cached keys may be at any place.
         """
         if keys is None or self.fingerprint is None:
             return None
@@ -184,13 +185,13 @@ class SiteMemory:
 
 @lru_cache(maxsize=8)  # all layers of a model have the same tokens
 def _are_last(batch: int, length: int, count: int, device: torch.device) -> Bool[Tensor, "batch length"]:
-    """Return a mask of the tokens of each sequence that is True at the last `count` of them."""
+    """Return a mask `(batch, length)` that is True at the last `count` tokens of each sequence."""
     return (torch.arange(length, device=device) >= length - count).expand(batch, -1)
 
 
 def _codes(fingerprint: Float[Tensor, "batch keys features"]) -> Int[Tensor, "batch keys"]:
-    """Return one whole number for each key, computed from its fingerprint (some features). Different fingerprints have
-    different numbers, except by chance.
+    """Return one integer for each key, computed from its fingerprint (some of the key's features). Different
+    fingerprints have different integers, except by chance.
     """
     bits = fingerprint.float().contiguous().view(torch.int32).long()
     return (bits * torch.tensor(_PRIMES[: bits.shape[-1]], device=bits.device)).sum(-1)
@@ -201,15 +202,15 @@ _PRIMES = (1, 4294967291, 2147483647, 1000000007)
 
 
 def fingerprint_of(keys: Keys, count: int) -> Float[Tensor, "batch count features"]:
-    """Return a copy of the first few features of the first `count` keys of the first head. Later calls recognise cached
-    keys by them.
+    """Return a fingerprint of the first `count` keys: a copy of the first few features of these keys in the first head.
+    Later attention calls recognise cached keys by it.
     """
     return keys[:, 0, :count, :FINGERPRINT_WIDTH].detach().clone()
 
 
 def _order(seen: Tensor, remembered: Tensor) -> Int[Tensor, " batch"] | None:
-    """Return, for each sequence in `seen`, the index of an equal sequence in `remembered`; if several are equal, its
-    own index is preferred. Return None if some sequence has no equal one.
+    """Return, for each sequence in `seen`, the index of an equal sequence in `remembered`. If several are equal, prefer
+    the one with the same index. Return None if some sequence in `seen` has no equal one.
     """
     batch = len(seen)
     if seen.shape != remembered.shape:
@@ -225,8 +226,8 @@ def _order(seen: Tensor, remembered: Tensor) -> Int[Tensor, " batch"] | None:
 
 
 def _are_same(features: Tensor, others: Tensor) -> Bool[Tensor, "*axes"]:
-    """Return True where features of keys are the same up to rounding. A model that caches a short form of its keys
-    computes the keys again in each call, and their last bits depend on the number of keys.
+    """Return True where features of keys in two attention calls are equal up to rounding. A model that caches a
+    compressed form of its keys computes the keys again in each call, and their last bits depend on the number of keys.
     """
     eps = torch.finfo(others.dtype).eps
     rounding = (16 if eps < 1e-6 else 2) * eps  # products in float16 and bfloat16 are rounded once, at their end
@@ -235,7 +236,7 @@ def _are_same(features: Tensor, others: Tensor) -> Bool[Tensor, "*axes"]:
 
 
 def padded_to(tensor: Tensor, length: int, value: int) -> Tensor:
-    """Return a tensor `(batch, tokens)` with the length `length`: cut at the end, or extended with the number
+    """Return a tensor `(batch, tokens)` with exactly `length` tokens: cut at the end, or extended with the number
     `value`.
     """
     return F.pad(tensor[:, :length], (0, max(length - tensor.shape[1], 0)), value=value)

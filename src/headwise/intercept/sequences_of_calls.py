@@ -23,12 +23,13 @@ class Recurrence(threading.local):
         self._first_calls: dict[SiteKey, int] = {}
 
     def on_model_call(self) -> None:
-        """Start a new call of the model: discard the attention calls recorded in the previous one."""
+        """Discard the attention calls recorded in the previous call of the model, because a new call starts."""
         self._first_calls = {}
 
     def with_first_call(self, call: Call) -> Call:
-        """Return a copy of `call` whose index is that of the attention call that began its sequences. That is an
-        earlier call at the same site if `call` attends to keys of earlier calls; otherwise it is `call` itself.
+        """Return a copy of `call`, an attention call, with the index of the attention call that began its sequences.
+        That is an earlier call at the same site if `call` attends to keys of earlier calls; otherwise it is `call`
+        itself.
         """
         if not call.sources.is_recurrent:
             self._first_calls[call.site] = call.index
@@ -57,7 +58,7 @@ class QueryParts(threading.local):
         self._so_far: defaultdict[tuple[SiteKey, int, int], list[_Queries]] = defaultdict(list)
 
     def on_model_call(self) -> None:
-        """Start a new call of the model: discard the attention calls recorded in the previous one."""
+        """Discard the attention calls recorded in the previous call of the model, because a new call starts."""
         self._so_far.clear()
 
     def attends_again(self, call: Call) -> bool:
@@ -68,9 +69,10 @@ class QueryParts(threading.local):
         return tokens is not None and before is not None and any(tokens.has_queries_of(each.tokens) for each in before)
 
     def sequences_of(self, call: Call, continues: bool) -> tuple[int, bool]:
-        """Return two results for an attention call. If it computes another part of the queries of an earlier call at
-        this site (the same keys, and other queries from the same projection), these are the index of the first such
-        call, and True. Otherwise, or if the call's tokens are unknown, they are its own index and `continues`.
+        """Return two results: the index of the attention call with which the sequences of `call` began, and True if
+        `call` continues sequences. If `call` computes another part of the queries of an earlier call (with the same
+        keys, and queries from the same projection), return the index of the first such call, and True. Otherwise, or if
+        the tokens of `call` are unknown, return its own index and `continues`.
 
         Args:
             call: the call.
@@ -136,13 +138,15 @@ class SequenceClusters:
         self._lock = threading.Lock()
 
     def on_model_call(self) -> None:
-        """Start a new call of the model in this thread: discard the attention calls recorded in the previous one."""
+        """Discard the attention calls recorded in the previous call of the model in this thread, because a new one
+        starts.
+        """
         self._model_call.sites = {}
 
     def of_call(self, site: SiteKey, index: int, sequences: int, of_data: Clusters | None) -> Clusters | None:
-        """Return the cluster of each sequence of an attention call; sequences of one cluster are not statistically
-        independent. Return None if the clusters are unknown. They are then also unknown for earlier calls at the site
-        in this call of the model.
+        """Return the cluster of each sequence of an attention call. Sequences in one cluster are not statistically
+        independent. Return None if the clusters are unknown. The clusters of earlier attention calls at the site
+        (attention module, self or cross) in this call of the model are then unknown, too.
 
         Args:
             site: where in the model.
@@ -164,8 +168,8 @@ class SequenceClusters:
         return calls.clusters[:sequences]
 
     def _next_clusters(self, site: SiteKey, sequences: int) -> Clusters:
-        """Return new clusters for the next sequences at a site (attention module, self or cross), one for each
-        sequence.
+        """Return a new cluster (a group of dependent sequences) for each of the next `sequences` sequences at a site
+        (attention module, self or cross).
         """
         with self._lock:
             start = self._numbered[site]

@@ -93,8 +93,9 @@ class Session(Trace):
         self._before = before
 
     def for_model_call(self, mode: TorchFunctionMode) -> "Session":
-        """Make a new session current, that of a model call which starts now, and return it. It has the flags of this
-        session, which is current again when the call has ended. `mode` is the mode that intercepts torch's functions.
+        """Begin a session (state of interception) for a call of a model that starts now, and return it as the current
+        one. It has the flags of this session, which is current again when the call has ended. `mode` is the torch
+        function mode that intercepts torch's functions.
         """
         session = Session(self)
         CURRENT.set(session)
@@ -102,7 +103,7 @@ class Session(Trace):
         return session
 
     def snapshot(self) -> "Session":
-        """Return a session with copies of the module calls that run now, by which a backward pass repeats a part of the
+        """Return a session with copies of the running module calls, for a backward pass that repeats a part of the
         model. While the returned session is current, the interceptions that apply now apply again, even if their
         contexts have ended.
         """
@@ -114,7 +115,9 @@ class Session(Trace):
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Return a context in which a copy of this session, a snapshot, is current."""
+        """Return a context in which a copy of this session is current, for a part of the model that a backward pass
+        repeats.
+        """
         session = self.snapshot()
         before = CURRENT.set(session)
         try:
@@ -126,19 +129,21 @@ class Session(Trace):
             CURRENT.reset(before)
 
     def _enter(self, mode: TorchFunctionMode) -> None:
-        """Enter the mode that intercepts torch's functions while module calls run."""
+        """Enter `mode`, the torch function mode that intercepts torch's functions while module calls run."""
         self.torch_mode = mode
         mode.__enter__()  # type: ignore[no-untyped-call]
         RUNNING.sessions.add(self)
 
     @property
     def intercepts(self) -> bool:
-        """True if a module of an intercepted model runs and interception is not paused: attention is intercepted."""
+        """True if attention is intercepted now: a module of an intercepted model is running, and interception is not
+        paused.
+        """
         return bool(self.module_calls) and not self.is_paused
 
     def reports_unreadable(self, tensor: Tensor) -> bool:
-        """Return True if a tensor of an attention call cannot be read. In this case, also report the running modules to
-        the interceptors as unreadable.
+        """Return True if `tensor`, which an attention call uses, cannot be read. In this case, also report to the
+        interceptors that the attention of the running modules cannot be read.
         """
         reason = why_not_read(tensor)
         if reason is not None:
@@ -146,9 +151,9 @@ class Session(Trace):
         return reason is not None
 
     def step(self, function: str, q: Tensor, k: Tensor, v: Tensor) -> Step | None:
-        """Return the attention call that happens now in the innermost running module, to be recorded for a plan, or as
-        the plan states it that is followed. Return None if the plan states no such call; the interceptors are then
-        notified that the module's attention is not read.
+        """Return a description of the attention call that happens now in the innermost running module. If the model's
+        call follows a plan (stored facts about its attention), include the facts in the plan. If the plan contains no
+        such attention call, notify the interceptors that the module's attention is not read, and return None.
 
         Args:
             function: name of the function that computes the attention.
@@ -168,8 +173,8 @@ class Session(Trace):
         return Step(None, planned)
 
     def report_contradiction(self) -> None:
-        """Report to the interceptors that the modules which attended in the running call of the model are not read,
-        since the call has contradicted the plan that it follows.
+        """Report to the interceptors that attention is not read in the modules that attended in the running call of the
+        model. The reason is that this call has contradicted its plan (facts about the attention of an earlier call).
         """
         attended = [] if self.following is None else self.following.attended
         for module_calls in attended:
@@ -177,8 +182,8 @@ class Session(Trace):
         attended.clear()
 
     def origins_of(self, q: Tensor, k: Tensor, v: Tensor) -> CallOrigins | None:
-        """Return the origins (tensors on which they depend) of the queries, keys and values of an attention call.
-        Return None while a plan is followed, which states what would be derived from them.
+        """Return the origins of the queries, keys and values of an attention call: the tensors on which they depend.
+        Return None while the model's call follows a plan, which already contains what the origins would show.
         """
         if self.following is not None:
             return None
@@ -189,22 +194,22 @@ class Session(Trace):
 
     @property
     def current_interceptions(self) -> tuple[Interception, ...]:
-        """Interceptions that apply, outermost first: while activation checkpointing repeats a forward pass, those that
-        applied in this forward pass; otherwise all open ones.
+        """Interceptions that apply now, outermost first. While activation checkpointing repeats a forward pass, these
+        are the interceptions that applied in the original forward pass; otherwise all open ones.
         """
         return self.interceptions if self.recomputed is None else self.recomputed
 
     @property
     def is_recomputing(self) -> bool:
-        """True in a backward pass. Module calls there repeat module calls of a forward pass, by activation
-        checkpointing.
+        """True in a backward pass. Module calls in a backward pass are repetitions of those of a forward pass, by
+        activation checkpointing.
         """
         return self.recomputed is not None or torch._C._current_graph_task_id() != -1
 
     def end_module_calls(self, interceptor: Interceptor | None = None) -> None:
-        """Remove the module calls of `interceptor` (by default, of all interceptors), without reporting that they
-        ended. If no other module call runs, the session has ended: turn off its mode, and make the session before it
-        current.
+        """Remove the running module calls of `interceptor` (by default, of all interceptors) without reporting that
+        they ended. If no other module call is running, end the session: turn off its torch function mode, and make the
+        previous session current.
         """
         kept = [call for call in self.module_calls if interceptor is not None and call.interceptor is not interceptor]
         self.module_calls[:] = kept
@@ -226,16 +231,17 @@ class Session(Trace):
 
     @staticmethod
     def end_calls_of(interceptor: Interceptor) -> None:
-        """Remove the module calls of `interceptor`, whose context ends, from all sessions of this thread: torch calls
-        no hook after what is not an Exception, such as KeyboardInterrupt.
+        """Remove the module calls of `interceptor`, whose context ends, from all sessions of this thread. Such calls
+        are left after an exception that is no instance of `Exception`, such as `KeyboardInterrupt`: torch then calls no
+        hook.
         """
         for session in list(RUNNING.sessions):
             session.end_module_calls(interceptor)
 
     def on_attention_found(self, module_calls: Sequence[RunningModule], origins: CallOrigins) -> tuple[bool, bool]:
-        """Number the layer of an attention call, if the module computes several layers itself: in the order in which
-        they attend. Return two values: True if an interceptor observes attention weights, and True if one may change
-        the output.
+        """Number the layer of an attention call if its module computes several layers itself. Layers are numbered in
+        the order in which they attend. Return two values: True if an interceptor observes attention weights, and True
+        if an interceptor may change the output.
         """
         own = _own(module_calls)
         for innermost in innermost_calls(own):
@@ -266,8 +272,8 @@ class Session(Trace):
 
     def site_of_call(self, module_call: ModuleCall, grid: Grid, origins: CallOrigins | None) -> SiteKey:
         """Return the site of an attention call: the path of its module, the kind (self- or cross-attention), and the
-        number of the layer in the module. If the kind is neither derived nor stated by the user, the call counts as
-        cross-attention, and the interceptor is notified that the kind is unknown.
+        number of the layer in the module. If the kind is unknown (neither derived nor stated by the user), the call
+        counts as cross-attention, and the interceptor is notified.
 
         Raises:
             InputError: the user stated another kind or number of heads.
@@ -282,8 +288,8 @@ class Session(Trace):
         return SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))
 
     def _is_cross(self, module_call: ModuleCall, origins: CallOrigins | None) -> bool | None:
-        """Return True for cross-attention, False for self-attention. The kind is derived from the sources of queries
-        and keys, or stated by the user; return None if neither is the case.
+        """Return True for cross-attention, False for self-attention, and None if the kind is unknown. The kind is
+        derived from the tensors on which queries and keys depend, or stated by the user.
         """
         is_cross = None if origins is None else is_cross_attention(origins, self.lineage)
         if is_cross is None and origins is not None and may_be_cached(origins, self.lineage):
@@ -299,8 +305,8 @@ class Session(Trace):
     @contextmanager
     def torch_attention(self, heads: int, origins: CallOrigins, appended_keys: int) -> Iterator[None]:
         """Return a context for the code inside torch's `F.multi_head_attention_forward`. It stores the number of heads,
-        the `origins` of the queries, keys and values, and the number of keys that the function appends and that belong
-        to no token.
+        the `origins` of the queries, keys and values (tensors on which they depend), and the number of keys that the
+        function appends and that belong to no token.
         """
         self.torch_attention_heads, self.torch_attention_origins = heads, origins
         self.appended_keys = appended_keys
@@ -335,7 +341,9 @@ RUNNING = _RunningSessions()
 
 
 def current_session() -> Session:
-    """Return the session of the running code. A thread that runs in a copy of another thread's context gets its own."""
+    """Return the session (state of interception) of the running code. Each thread has a session of its own, also if it
+    runs in a copy of another thread's context.
+    """
     session = CURRENT.get()
     if not isinstance(session, Session) or session.thread != get_ident():
         session = Session()
@@ -344,5 +352,5 @@ def current_session() -> Session:
 
 
 def _own(module_calls: Sequence[RunningModule]) -> list[ModuleCall]:
-    """Return running module calls as those of a session, which has no others."""
+    """Return running module calls as a list of `ModuleCall` objects, the only kind that a session contains."""
     return [each for each in module_calls if isinstance(each, ModuleCall)]

@@ -30,8 +30,8 @@ class SharedResults:
 
     def of(self, compute: Callable[[], Result], kind: str, *inputs: Any) -> Result:
         """Return the result of `compute`, which takes no arguments but depends on `inputs`. If a result of this `kind`
-        for the same inputs is cached, return that one and do not call `compute`. It is found at once if the inputs are
-        the same objects as in the latest call for this kind, as in most layers of a model.
+        for the same inputs is cached, return that one and do not call `compute`. The cached result is found fastest if
+        the inputs are the same objects as in the latest call for this kind, as in most layers of a model.
         """
         objects, versions = list(inputs), [self._version(each) for each in inputs if isinstance(each, Tensor)]
         latest = self._latest_of_kind.get(kind)
@@ -44,7 +44,7 @@ class SharedResults:
         return result
 
     def _of_equal(self, compute: Callable[[], Result], *inputs: Any) -> Result:
-        """Return the result of `compute`, or a cached one for inputs that count as the same."""
+        """Return the result of `compute`, or a cached one if `inputs` are the same as for an earlier result."""
         key = tuple(map(self._identity, inputs))
         if key not in self._results:
             self._results[key] = compute(), inputs
@@ -55,17 +55,18 @@ class SharedResults:
         return result
 
     def _identity(self, value: Any) -> Hashable:
-        """Return a dictionary key for one input. Keys of tensors are equal if they are views of the same memory with
-        the same layout, and not changed in between. For a string, number, size or None the key is the value; for other
-        objects it is the identity.
+        """Return a dictionary key for one input of a computation. Two tensors have equal keys if they are views of the
+        same memory with the same layout, and the memory was not changed in between. For a string, number, size or None
+        the key is the value; for other objects it is the identity.
         """
         if isinstance(value, Tensor):
             return _memory(value), self._version(value)
         return value if isinstance(value, _BY_VALUE) or value is None else id(value)
 
     def _version(self, tensor: Tensor) -> int:
-        """Return a number that is another one after each change of a tensor in place. Torch counts these changes, but
-        not for tensors that are made in inference mode: they are compared with a copy from the last time.
+        """Return a number that differs after each change of a tensor in place. Torch counts these changes, except for
+        tensors that are made in inference mode. Such a tensor is compared with a copy from the previous call of this
+        method.
         """
         if not tensor.is_inference():
             return tensor._version
@@ -77,8 +78,8 @@ class SharedResults:
         return number
 
     def latest_of(self, mask: ReceivedMask | None) -> ReceivedMask | None:
-        """Return the mask that was passed when this method was last called, if it equals `mask`; otherwise return
-        `mask`. Results that are cached for the earlier object are then found again.
+        """Return the mask object that the previous call of this method returned, if it equals `mask`; otherwise return
+        `mask`. For the earlier object, cached results are found again.
         """
         if mask is None or self._latest is None or not mask.equals(self._latest):
             self._latest = mask
@@ -90,10 +91,10 @@ _BY_VALUE = str, int, Grid
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return True if two inputs are the same object, or equal numbers, strings or sizes."""
+    """Return True if two inputs of a computation are the same object, or equal numbers, strings or sizes."""
     return one is other or (type(one) is type(other) and isinstance(one, _BY_VALUE) and one == other)
 
 
 def _memory(tensor: Tensor) -> Hashable:
-    """Return the address of a tensor and how it is read from there."""
+    """Return what identifies the memory of a tensor: its address, dtype, shape, strides and device."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device

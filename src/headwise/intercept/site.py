@@ -17,8 +17,8 @@ _AXIS = re.compile(r"\(([^()]*)\)|(\S+)")
 
 
 def axis_names(layout: str) -> Names:
-    """Return the names of the axes in a layout such as "(b h) q k", which the user states. Names in parentheses are
-    parts of one axis. The names `h`, `q` and `k` are the heads, the queries and the keys; all others are sequences.
+    """Return the names of the axes in a layout that the user states, such as "(b h) q k". Names in parentheses are
+    parts of one axis. The names `h`, `q` and `k` mean heads, queries and keys; all other names mean sequences.
 
     Raises:
         InputError: a name is missing or occurs twice, or the heads are in the middle of an axis.
@@ -36,8 +36,8 @@ def axis_names(layout: str) -> Names:
 def stated_head_layout(
     path: str, layout: str, heads: int | None, shape: Size, value_axis: int, weight_axes: Sequence[int | None]
 ) -> HeadLayout:
-    """Return which axes of an attention output are heads, queries and values. The user has stated this for the axes of
-    the module's attention weights, as a text such as "(b h) q k".
+    """Return which axes of an attention output are heads, queries and values. They follow from `layout`, the user's
+    statement about the axes of the module's attention weights, such as "(b h) q k".
 
     Args:
         path: path of the module.
@@ -109,8 +109,8 @@ class Site:
             axis_names(self.layout)
 
     def resolved_cross(self, derived: bool | None) -> bool | None:
-        """Return True for cross-attention, False for self-attention: the kind that the user states, or else the derived
-        kind. Return None if it is neither derived nor stated.
+        """Return True for cross-attention, False for self-attention, and None if the kind is unknown. The kind is the
+        one that the user states, or by default `derived`, the kind found in the model.
 
         Raises:
             InputError: the derived kind is not the stated one.
@@ -124,8 +124,8 @@ class Site:
         return stated
 
     def head_layout(self, shape: Size, value_axis: int, weight_axes: Sequence[int | None]) -> HeadLayout | None:
-        """Return the layout of the heads in an attention output, as the user states it. Return None if the user states
-        no layout.
+        """Return the layout of an attention output as the user states it: which of its axes are heads, queries and
+        values. Return None if the user states no layout.
 
         Args:
             shape: shape of the output.
@@ -148,7 +148,7 @@ class Site:
 
 
 def sites_by_path(model: nn.Module, sites: Iterable[Any]) -> dict[str, Site]:
-    """Check the user's statements about the attention of modules of `model`. Return them by the path of their module.
+    """Check the user's statements about the attention of modules of `model`. Return the statements by module path.
 
     Raises:
         InputError: an element is no `Site`, the model has no such module, or two are about the same module.

@@ -61,8 +61,8 @@ class SiteRecord:
         *,
         may_wait: bool = False,
     ) -> None:
-        """Add the statistics of one attention call to this site's statistics: for each statistic and head, one value
-        per sequence.
+        """Add the statistics of one attention call to those of this site (attention module, self or cross). Each
+        statistic has one value for each head and sequence.
 
         Args:
             tally: sums over the query rows of the call.
@@ -86,8 +86,9 @@ class SiteRecord:
         self._latest[source] = _LatestCall(replace(tally, gram=None), clusters)
 
     def _merge_finished(self) -> None:
-        """Merge the statistics of the calls that no later call continues into the moments of this site. Calls with the
-        same statistics are merged together, since each operation costs about as much for one call as for many.
+        """Merge the statistics of finished attention calls, which no later call continues, into the moments (count,
+        mean and squared deviations) of this site. Calls with the same statistics are merged together, since one
+        operation costs about as much for one call as for many.
         """
         groups: dict[Hashable, list[_LatestCall]] = {}
         finished, self._finished = self._finished, []
@@ -97,15 +98,15 @@ class SiteRecord:
             self.merge(_LatestCall.joined(calls).moments())
 
     def merge(self, statistics: Mapping[str, RunningMoments]) -> None:
-        """Merge `statistics`, the moments (count, mean and squared deviations) of each statistic over other sequences,
-        into the moments of this site, in place.
+        """Merge `statistics` into the statistics of this site (attention module, self or cross), in place. They are
+        moments (count, mean and squared deviations) of each statistic over other sequences.
         """
         self.completed = merged_moments(self.completed, statistics)
 
     @property
     def statistics(self) -> dict[str, RunningMoments]:
         """Count, mean and squared deviations of each statistic over all observed sequences, by the statistic's name. A
-        sequence that may be continued later counts with its rows so far.
+        sequence that may be continued later counts with its query rows so far.
         """
         self._merge_finished()
         moments = self.completed
@@ -119,8 +120,8 @@ class SiteRecord:
         }
 
     def are_without_rows(self) -> list[bool]:
-        """Return for each head whether none of its queries, in all observed sequences, attends to a key. The number of
-        rows with an entropy shows this. Return an empty list if the entropy was not measured or was left out.
+        """Return, for each head, True if no query in the observed sequences attends to any key. Such a head has no
+        query row with an entropy. Return an empty list if the entropy was not measured or was left out.
         """
         tallies = [call.tally for call in (*self._finished, *self._latest.values())]
         counts = [tally.counts()["entropy"].sum(0) for tally in tallies if "entropy" in tally.mean_names]
@@ -130,16 +131,16 @@ class SiteRecord:
         return [not any(of_head) for of_head in zip(*(each.tolist() for each in counts), strict=True)]
 
     def latest_tallies(self) -> list[Tally]:
-        """Return the sums of statistics over the query rows of this site's latest attention calls. There are several if
-        the module attends several times in one call of the model. Calls that continue each other, as in generation,
-        count as one.
+        """Return, for each of the module's latest attention calls, the sums of statistics over its query rows. There
+        are several calls if the module attends several times in one call of the model. Calls that continue each other,
+        as in generation, count as one.
         """
         return [call.tally for call in self._latest.values()]
 
     def latest_received(self) -> Float[Tensor, "heads keys"] | None:
-        """Return the mean attention weight that each key received in the latest calls: the mean over the query rows
-        that may attend to the key, averaged over sequences. It is NaN where no row may attend to the key. Return None
-        if there was no call, or if the statistic `received` is left out.
+        """Return the mean attention weight that each key received in the latest attention calls. It is the mean over
+        the query rows that may attend to the key, averaged over sequences, or NaN if no row may attend to the key.
+        Return None if there was no call, or if the statistic `received` is left out.
         """
         tallies = [call.tally for call in self._latest.values() if "received" in call.tally.other_sums]
         if not tallies or "received" in self._discarded:
@@ -161,8 +162,8 @@ class SiteRecord:
 def merged_moments(
     statistics: Mapping[str, RunningMoments], others: Mapping[str, RunningMoments]
 ) -> dict[str, RunningMoments]:
-    """Return the moments (count, mean and squared deviations) of each statistic over two sets of sequences together,
-    computed from the moments over each set.
+    """Combine the moments (count, mean and squared deviations) of each statistic over two separate sets of sequences.
+    Return the moments over both sets together.
     """
     merged_statistics = dict(statistics)
     for name, moments in others.items():
@@ -183,8 +184,9 @@ class _LatestCall(NamedTuple):
     clusters: Clusters | None
 
     def finished(self, *, attends_again: bool) -> "_LatestCall":
-        """Return this call with the clusters of its sequences at its end. If `attends_again`, other calls may have
-        values of the same sequences, which are not independent then.
+        """Return this attention call with the final clusters of its sequences (groups of dependent sequences). If
+        `attends_again`, other attention calls may have values of the same sequences. The values of one sequence then
+        count as dependent on each other.
         """
         if not attends_again or self.clusters is None:
             return self
@@ -192,8 +194,8 @@ class _LatestCall(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """Names and sizes of the sums, apart from the number of sequences: calls of one kind can be joined. None if
-        this call can be joined with no other.
+        """Key by which attention calls are grouped: the names and sizes of their sums, apart from the number of
+        sequences. Calls with equal keys can be joined. The key is None if this call can be joined with no other.
         """
         tally = self.tally
         if tally.row_sums is None or tally.further is not None:
@@ -205,7 +207,7 @@ class _LatestCall(NamedTuple):
 
     @staticmethod
     def joined(calls: "Sequence[_LatestCall]") -> "_LatestCall":
-        """Return calls of one kind as one call with the sequences of all."""
+        """Combine attention calls with the same statistics into one call with the sequences of all, and return it."""
         if len(calls) == 1:
             return calls[0]
         known = [each.clusters for each in calls if each.clusters is not None]
@@ -213,8 +215,8 @@ class _LatestCall(NamedTuple):
         return _LatestCall(Tally.joined([each.tally for each in calls]), clusters)
 
     def moments(self) -> dict[str, RunningMoments]:
-        """Return the moments (count, mean and squared deviations) of each statistic over the sequences of this call.
-        The value of a sequence is its mean over the query rows.
+        """Return the moments (count, mean and squared deviations) of each statistic over the sequences of this
+        attention call. The value of a sequence is its mean over the query rows.
         """
         clusters = self.clusters
         has_value = self.tally.has_value()
@@ -260,16 +262,16 @@ class SiteRegistry(Interceptor):
         self._ran.add(path)
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Record that the module at `path` computed something like attention that is not observed, for `reason`. If it
-        is really attention, the results leave out the whole module, since statistics of a part of its attention would
-        be misleading.
+        """Record that the module at `path` computed something like attention that could not be observed, and the
+        `reason`. If it is really attention, the results leave out the whole module, since statistics of only some of
+        its attention would be misleading.
         """
         self._unreadable.setdefault(reason, set()).add(path)
         if reason not in REASONS_BESIDE_ATTENTION:
             self._withdrawn.add(path)
 
     def on_left_out(self, path: str, reason: str) -> None:
-        """Record that some statistics of the module at `path` are left out, and the reason."""
+        """Record that some statistics of the module at `path` are left out of the results, and the reason."""
         self._left_out.setdefault(reason, set()).add(path)
 
     def register(self, call: Call) -> SiteRecord:
@@ -288,8 +290,8 @@ class SiteRegistry(Interceptor):
         return record
 
     def merge(self, records: Iterable[SiteRecord]) -> None:
-        """Merge, in place, the site records of another run or process of the same model into this registry: new sites
-        are added, and the statistics of known sites are combined.
+        """Merge the site records of another run or process of the same model into this registry, in place. New sites
+        (attention modules, self or cross) are added, and the statistics of known sites are combined.
         """
         for other in records:
             record = self._records.setdefault(
@@ -314,8 +316,8 @@ class SiteRegistry(Interceptor):
 
     @property
     def layers(self) -> list[int]:
-        """Layer number of each element of `records`. These are the numbers stored in the modules if they are complete
-        and distinct. Otherwise they number the attention modules of the model.
+        """Layer number of each element of `records`. If the modules store a number for every element, and no two are
+        equal, these numbers are used. Otherwise the attention modules of the model are numbered in order.
         """
         return layer_numbers(self._modules, {record.site: record.layer for record in self.records})
 
@@ -332,8 +334,8 @@ class SiteRegistry(Interceptor):
 
     @property
     def nonfinite(self) -> dict[str, int]:
-        """Number of query rows with attention weights or head outputs that are NaN or infinite, over all heads and
-        sequences, by module path. Modules are in the order in which they first attended.
+        """Number of query rows in which attention weights or head outputs are NaN or infinite, by module path. The rows
+        of all heads and sequences are counted. Modules are in the order in which they first attended.
         """
         rows: dict[str, int] = {}
         for site, record in self._records.items():
@@ -349,8 +351,8 @@ class SiteRegistry(Interceptor):
         return sorted(set().union(*self._paths_by_reason().values()))
 
     def _paths_by_reason(self) -> dict[str, set[str]]:
-        """Return the paths of the modules whose attention is not in the results, by the reason. The reason `NOT_SEEN`
-        applies to modules that are called attention and ran, but in which no attention was found.
+        """Return the paths of the modules whose attention is missing in the results, grouped by the reason. The reason
+        `NOT_SEEN` applies to modules that ran and are called attention, but in which no attention was found.
         """
         recorded = [*(site.path for site in self._records), *set().union(*self._unreadable.values())]
         innermost = innermost_attention_modules(self._modules, self._ran)
@@ -367,8 +369,8 @@ class SiteRegistry(Interceptor):
         return paths
 
     def require_stated(self, paths: Iterable[str]) -> None:
-        """Raise `InputError` if the model ran, but no attention was found in one of the modules at `paths`. The user
-        has made statements about the attention of these modules.
+        """Raise `InputError` if the model ran, but no attention was found in one of the modules at `paths`, about whose
+        attention the user has made statements.
         """
         seen = [*(site.path for site in self._records), *set().union(*self._unreadable.values())]
         for path in paths if self.ran else ():
@@ -386,15 +388,14 @@ class SiteRegistry(Interceptor):
             raise InputError("model", expected="attention in a way that can be seen", got=got)
 
     def _names(self, paths: Iterable[str]) -> str:
-        """Return module paths, sorted and joined by commas, for messages. The empty path, that of the model itself, is
-        replaced by the name of the model's class.
+        """Return module paths as one text for messages, sorted and joined by commas. The empty path, which is the path
+        of the model itself, is replaced by the name of the model's class.
         """
         return ", ".join(path or type(self._modules[""]).__name__ for path in sorted(paths))
 
     def warn_of_unread(self, stacklevel: int = 4) -> None:
-        """Issue warnings about modules that are missing in the results, or for which some statistics are missing: one
-        warning for each reason, with the modules' paths. `stacklevel` selects the calling frame that the warning names,
-        as in `warnings.warn`.
+        """Warn about modules that are missing in the results or lack some statistics: one warning for each reason, with
+        the modules' paths. `stacklevel` selects the calling frame that the warning names, as in `warnings.warn`.
 
         Args:
             stacklevel: frame that the warning names; by default the caller of a context manager that ends with it.
@@ -404,8 +405,9 @@ class SiteRegistry(Interceptor):
                 warnings.warn(f"{reason}: {self._names(paths)}", stacklevel=stacklevel)
 
     def warn_of_nonfinite(self, stacklevel: int = 4) -> None:
-        """Issue up to two warnings. One names the modules in which attention weights or head outputs were NaN or
-        infinite, with their numbers of query rows. The other names the heads in which no query attends to a key.
+        """Issue up to two warnings. The first names the modules in which attention weights or head outputs were NaN or
+        infinite, with the number of such query rows in each. The second names the heads in which no query attends to a
+        key.
 
         Args:
             stacklevel: frame that the warnings name, as in `warnings.warn`.
@@ -420,9 +422,9 @@ class SiteRegistry(Interceptor):
             warnings.warn(f"{reason}: {', '.join(without)}", stacklevel=stacklevel)
 
     def _heads_without_rows(self) -> Iterator[tuple[SiteRecord, str]]:
-        """Yield each record of an attention module in which all keys are hidden from all queries of some heads, and
-        visible in others. With it, yield the indices of these heads as text, such as "0, 3". An example is a head whose
-        attention weights the model multiplies by 0.
+        """Yield the record of each attention module in which some heads attend to no key in any query, while other
+        heads do attend. With the record, yield the indices of the heads that do not attend, as text such as "0, 3". An
+        example is a head whose attention weights the model multiplies by 0.
         """
         for record in self.records:
             is_empty = record.are_without_rows()

@@ -40,9 +40,9 @@ class StatedPadding:
         self._parts: dict[Hashable, Bool[Tensor, "batch queries"]] = {}
 
     def of_call(self, path: str, grid: Grid, first: int) -> Bool[Tensor, "batch queries"] | None:
-        """Return a mask of the queries of an attention call that is True at tokens and False at padding, as the user
-        states it for the innermost module around the call. Return None if nothing is stated. Tokens after the end of
-        the stated mask are generated ones, so they are not padding.
+        """Return the padding that the user states for the queries of an attention call, as a mask that is True at
+        tokens and False at padding. The statement for the innermost module around the call applies. Return None if
+        nothing is stated. Tokens after the end of the stated mask are generated ones, so they are not padding.
 
         Args:
             path: path of the module of the call.
@@ -68,9 +68,7 @@ class StatedPadding:
         return self._parts[key]
 
     def require_used(self) -> None:
-        """Raise `InputError` if the user states padding that was not used for any attention call, since the sizes of no
-        call fit.
-        """
+        """Raise `InputError` if the user states padding that was never used, since its sizes fit no attention call."""
         for path, real in self.by_path.items():
             if path not in self._used:
                 where = "" if path is None else f" in {path}"

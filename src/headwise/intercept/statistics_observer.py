@@ -99,7 +99,7 @@ class StatisticsObserver(Interceptor):
         self._lock = threading.Lock()
 
     def on_model_call(self) -> None:
-        """Discard the cached call contexts (tokens and padding) of the previous call of the model in this thread."""
+        """Discard the cached tokens and padding (call contexts) of the previous call of the model in this thread."""
         self._contexts.on_model_call()
         self._parts.on_model_call()
         self._recurrence.on_model_call()
@@ -111,36 +111,36 @@ class StatisticsObserver(Interceptor):
         self._heads.on_module_call(path)
 
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
-        """At the end of a call of the module at `path`, compare its input and output with head outputs if it may be an
-        output projection.
+        """When a call of the module at `path` ends, compare its input and output with head outputs if the module may be
+        an output projection of attention.
         """
         self._written_norms.on_module_end(path, arguments, output)
 
     def needs_end_of(self, path: str) -> bool:
-        """Return True if the module at `path` is an output projection that has not been confirmed yet."""
+        """Return True if head outputs are stored until the module at `path`, their output projection, ends its call."""
         return self._written_norms.waits_for(path)
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Record in the result of `watch` that the module at `path` computed something like attention that is not in
-        the result, and the reason.
+        """Record in the result of `watch` that the module at `path` computed something like attention that could not be
+        observed, and the reason.
         """
         self._heads.on_unreadable(path, reason)
 
     def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
         """Record the weights of a linear map that the model applies to the head outputs of the module at `path`. They
-        show whether the output projection found by its name is the right one.
+        show if the output projection, which headwise finds by its name, is the right one.
         """
         self._written_norms.on_projected(path, weights)
 
     def on_left_out(self, path: str, reason: str) -> None:
-        """Record in the result of `watch` that some statistics of the module at `path` are left out, for `reason`."""
+        """Record in the result of `watch` that some statistics of the module at `path` are left out, for a `reason`."""
         self._heads.on_left_out(path, reason)
 
     def observe(self, call: Call) -> Observation | None:
-        """Return two functions that observe `call`, with the call's tokens and padding. The first one adds up
-        statistics of the attention weights and, if a capture was requested, copies the chosen weights. The second one
-        is called at the end of the call: it adds the statistics, and stores the copied weights, in the result of
-        `watch`.
+        """Return an `Observation` of an attention call: two functions, and the call's tokens and padding. The first
+        function adds up statistics of the attention weights and, if a capture was requested, copies the chosen weights.
+        The second one runs at the end of the call: it adds the statistics, and stores the copied weights, in the result
+        of `watch`.
         """
         if call.is_recomputation:
             return NO_EFFECT
@@ -203,9 +203,9 @@ class StatisticsObserver(Interceptor):
         return Observation(observer, observed.context, on_end, whole_call=needed, keeps_output=self._keeps_output)
 
     def _tally(self, call: Call, observed: ObservedCall, value_dim: int | None) -> Tally:
-        """Return an empty tally, an object that adds up the statistics of one attention call over its query rows. If
-        further statistics cannot be computed for this call, remove them from the site's results: a mean over the other
-        calls alone would be a different statistic.
+        """Return an empty tally, which adds up the statistics of one attention call over its query rows. If additional
+        statistics cannot be computed for this call, remove them from the module's results: a mean over the other calls
+        alone would be a different statistic.
         """
         projected = call.site.path, call.grid.heads, value_dim
         gram = self._written_norms.gram(*projected) if self._needs_projection else None
@@ -220,9 +220,10 @@ class StatisticsObserver(Interceptor):
         return Tally(gram, observed.first_token, measured=self._measured, further=further)
 
     def _leave_out_missing(self, record: SiteRecord, tally: Tally) -> None:
-        """Remove statistics from a site's results if one call lacks them: the largest logits if the scores are unknown,
-        and further statistics that could not be computed. A maximum or mean over the remaining calls alone would be a
-        different statistic. Report the module, unless only the logits before a softcap are missing.
+        """Remove statistics that this attention call lacks from the module's results, since a maximum or mean over the
+        other calls alone would be a different statistic. A call lacks the largest logits if its scores are unknown, and
+        additional statistics if they could not be computed. Report the module, unless only the logits before a softcap
+        are missing.
         """
         missing = (LARGEST if tally.measured is None else LARGEST & tally.measured) - tally.other_sums.keys()
         if tally.row_sums is not None and missing:
@@ -234,8 +235,8 @@ class StatisticsObserver(Interceptor):
             self._heads.on_left_out(record.site.path, tally.further.refused)
 
     def finish(self) -> None:
-        """End the observation. Remove `written_norm` where no call has confirmed the output projection, and report
-        modules that were added to the model during the observation.
+        """End the observation. Remove the statistic `written_norm` of modules whose output projection no call has
+        confirmed. Report modules that were added to the model during the observation.
 
         Raises:
             InputError: the padding that the user states fits no attention call.
@@ -251,8 +252,8 @@ class StatisticsObserver(Interceptor):
             self._stated_padding.require_used()
 
     def _leave_out_written_norm(self, path: str) -> None:
-        """Remove `written_norm`, and further statistics that need the output projection, from the results of the
-        attention module at `path`. Report the module, so that a warning names it.
+        """Remove the statistic `written_norm`, and additional statistics that need the output projection, from the
+        results of the attention module at `path`. Report the module, so that a warning names it.
         """
         if not self._needs_projection:
             return

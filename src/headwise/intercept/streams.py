@@ -45,8 +45,8 @@ class Stream(NamedTuple):
 
 
 def stream_of_queries(call: Call, streams: Iterable[Stream]) -> Stream | None:
-    """Return the self-attention call over the tokens from which the queries of a cross-attention call come. Return None
-    if it is not certain which call that is.
+    """Find the self-attention call over the same tokens as the queries of a cross-attention call, and return its
+    record. Return None if it is not certain which call that is.
 
     The queries of both calls depend on the same inputs of the model. If several calls of self-attention fit, return the
     one in the nearest module, or any of them if they agree about padding.
@@ -59,8 +59,8 @@ def stream_of_queries(call: Call, streams: Iterable[Stream]) -> Stream | None:
 
 
 def stream_of_keys(call: Call, streams: Iterable[Stream]) -> Stream | None:
-    """Return the self-attention call over the tokens from which the keys of a cross-attention call come: its queries
-    and these keys depend on the same inputs of the model. Return None if there is no such call.
+    """Find the self-attention call over the same tokens as the keys of a cross-attention call, and return its record.
+    Its queries and these keys depend on the same inputs of the model. Return None if there is no such call.
     """
     for stream in streams:
         is_related = stream.query_sources and not stream.query_sources & ~call.sources.of_keys
@@ -72,10 +72,10 @@ def stream_of_keys(call: Call, streams: Iterable[Stream]) -> Stream | None:
 def has_unknown_padding(
     call: Call, facts: MaskFacts | None, of_queries: Stream | None, streams: Iterable[Stream]
 ) -> bool:
-    """Return True if it is unknown which queries of a cross-attention call are padding, although some may be.
-    `of_queries` is the self-attention call over the same tokens; if it is not None, return True if its padding is
-    unknown. Otherwise return True if there are several queries, they depend on inputs of the model, and some mask in
-    this call of the model shows padding.
+    """Return True if some queries of a cross-attention call may be padding, but it is unknown which ones. If the
+    self-attention call over the same tokens is known (`of_queries`), return True if its padding is unknown. Otherwise
+    return True if there are several queries, they depend on inputs of the model, and some mask in this call of the
+    model shows padding.
     """
     if of_queries is not None:
         return not of_queries.real.is_known

@@ -23,8 +23,8 @@ class _Survey(SiteRegistry):
 
 
 def survey(model: nn.Module, run: Callable[[], Any]) -> SiteRegistry:
-    """Call `run`, a function that calls `model`, once. Return a registry of the sites (attention modules, in self- or
-    cross-attention) at which the model attended during this call.
+    """Call the function `run`, which calls `model`, once. Return a registry of the sites (attention modules, in self-
+    or cross-attention) at which the model attended during this call.
 
     Raises:
         InputError: no attention was intercepted, or the model did not run.

@@ -59,7 +59,9 @@ class TorchCalls(TorchFunctionMode):
 
 
 def _recorded_call(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function of a model that is traced, record the call for a plan, and return its result."""
+    """Call a torch function for a model whose call is traced, and return its result. Record the function call for a
+    plan (stored facts about attention), which later calls of the model can follow.
+    """
     recording = session.module_calls[0].recording
     if recording is None:
         return _traced(func, args, kwargs)
@@ -70,8 +72,9 @@ def _recorded_call(session: Session, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _planned(session: Session, following: Following, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function of a model that follows a plan, and return its result. If no plan states the function,
-    trace it, or report the contradiction to the interceptors if the model has attended.
+    """Call a torch function for a model whose call follows a plan (stored steps and attention of the model), and return
+    its result. If no plan contains this step, trace the model's call from now on. If the model has already attended,
+    report the contradiction to the interceptors instead.
     """
     own = func if type(func) in _IN_C else torchs_own(func)
     is_next = following.is_next(own, args, kwargs)
@@ -99,8 +102,8 @@ _ATTENTION_BY_HAND = eager_softmax.SOFTMAXES | EXPONENTIALS | {TORCH_ATTENTION}
 
 
 def trace_from_log(following: Following) -> None:
-    """Trace the running call of a model, which has left its plan before it first attended: record the functions that
-    the model has called so far, as if they had been traced.
+    """Trace the running call of a model that has left its plan (stored steps of an earlier call) before it first
+    attended. The functions that the model has called so far are recorded as if they had been traced.
     """
     session = current_session()
     session.following = None
@@ -113,13 +116,13 @@ def trace_from_log(following: Following) -> None:
 
 
 def _run(func: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `own`, torch's own function in place of `func`; operators are called under their own name."""
+    """Call `own`, torch's original function for `func`, or `func` itself if it is an operator under `torch.ops`."""
     return (func if isinstance(func, OTHER_OPERATORS) else own)(*args, **kwargs)
 
 
 def _traced(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function of an intercepted model, and return its result. The function is recorded if it is part of
-    attention, and its arguments may be changed by the interceptors.
+    """Call a torch function of an intercepted model, and return its result. If the function is part of attention,
+    record it. Interceptors may change its arguments.
     """
     func = torchs_own(operator)
     if func is SDPA or operator in OPERATORS:
@@ -145,9 +148,9 @@ def _traced(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _not_in_place(call: FunctionCall) -> FunctionCall:
-    """Return a function call that is about to change the axes of a tensor in place, such as `unsqueeze_`, as the call
-    of a function that returns a view. Its argument has the axes of the tensor before the call, and the records of the
-    tensor, which describe these axes. Return any other call unchanged.
+    """If a function call is about to change the axes of a tensor in place, as `unsqueeze_`, return an equivalent call
+    of a function that returns a view. Its argument is a view of the tensor with the old axes. The records about these
+    axes are moved to this view. Return any other call unchanged.
     """
     function = VIEWS_IN_PLACE.get(call.function)
     if function is None:
@@ -162,7 +165,9 @@ def _not_in_place(call: FunctionCall) -> FunctionCall:
 
 
 def _take_note(call: FunctionCall, result: Any, module_calls: list[ModuleCall]) -> None:
-    """Record the sources, the tokens and the token ids of the `result` of a function."""
+    """Record the sources (tensors on which it depends), the tokens and the token ids of the `result` of a function
+    call.
+    """
     session = current_session()
     session.lineage.record(call, result, module_calls)
     if has_no_numbers():
@@ -173,8 +178,8 @@ def _take_note(call: FunctionCall, result: Any, module_calls: list[ModuleCall]) 
 
 
 def _attention(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute a call of SDPA, or of an operator of torch for attention, inside an intercepted model. Return its result,
-    with the interceptors' changes.
+    """Compute a call of torch's `scaled_dot_product_attention`, or of another attention operator of torch, inside an
+    intercepted model. Return its result, with the interceptors' changes.
     """
     if function is SDPA:
         return intercepted_sdpa(SDPA, *args, **kwargs)
@@ -183,7 +188,7 @@ def _attention(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _scores_to_keep(call: FunctionCall) -> Tensor | None:
-    """Return a copy of the scores, the first argument of a softmax, if the call overwrites them. Otherwise return
+    """Return a copy of the scores (the first argument) of a softmax call if the call overwrites them. Otherwise return
     None.
     """
     if call.function not in eager_softmax.SOFTMAXES or not isinstance(out := call.kwargs.get("out"), Tensor):
@@ -193,9 +198,9 @@ def _scores_to_keep(call: FunctionCall) -> Tensor | None:
 
 
 def _recorded(call: FunctionCall, result: Any, kept: Tensor | None) -> Any:
-    """Return the `result` of a function call in an intercepted model. If the result is attention scores, weights or an
-    attention output, record it, so that it is followed through later functions. Interceptors may change an attention
-    output.
+    """Return the `result` of a function call in an intercepted model. If it is attention scores, attention weights or
+    an attention output, record it, so that later functions that use it are recognised. If it is an attention output,
+    interceptors may change it.
     """
     if call.function in eager_softmax.SOFTMAXES:
         arguments = (*call.args, *(call.kwargs[name] for name in ("input", "dim") if name in call.kwargs), None)

@@ -24,12 +24,12 @@ class UncopiedHooks:
 
     @property
     def context(self) -> str:
-        """Name, for error messages, of the context that registered the hooks, such as "hw.gate"."""
+        """Name of the context that registered the hooks, such as "hw.gate", for error messages."""
         raise NotImplementedError
 
     @property
     def remedy(self) -> str:
-        """Advice, for error messages, on how to remove the hooks."""
+        """Advice on how to remove the hooks, for error messages."""
         return f"leave the context of {self.context} first"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "UncopiedHooks":
@@ -40,8 +40,8 @@ class UncopiedHooks:
 
 
 def uncopied_hooks_of(module: nn.Module) -> UncopiedHooks | None:
-    """Return the object with the hooks that headwise has registered on a module, by `gate`, `accelerate` or another
-    context. If there are several, return that of the innermost context; if there is none, return None.
+    """Return the object with the hooks that `gate`, `accelerate` or another context of headwise has registered on a
+    module. If there are several such objects, return that of the innermost context; if there is none, return None.
     """
     hooks = (*reversed(module._forward_hooks.values()), *module._forward_pre_hooks.values())
     owners = (getattr(hook, "__self__", None) for hook in hooks)
@@ -49,8 +49,8 @@ def uncopied_hooks_of(module: nn.Module) -> UncopiedHooks | None:
 
 
 def _copy_of(kind: type[UncopiedHooks]) -> UncopiedHooks:
-    """Return a copy of an object of the class `kind` whose hooks do nothing. It has no attribute except `is_copy`,
-    which is True.
+    """Return a new object of the class `kind` for a copied module. Its hooks do nothing, and its only attribute is
+    `is_copy`, which is True.
     """
     hooks = kind.__new__(kind)
     hooks.is_copy = True
@@ -59,7 +59,7 @@ def _copy_of(kind: type[UncopiedHooks]) -> UncopiedHooks:
 
 def getstate_without_hooks(getstate: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     """Return a replacement for `getstate`, the method `__getstate__` of `nn.Module`, which `copy` and `pickle` call.
-    The state that the replacement returns does not contain the hooks that belong to the original module only.
+    The state returned by the replacement does not contain hooks that belong to the original module only.
     """
 
     def __getstate__(module: nn.Module) -> Any:  # noqa: N807

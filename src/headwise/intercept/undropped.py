@@ -39,8 +39,8 @@ def random_state(device: torch.device) -> Tensor:
 def call_without_dropout(
     attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, path: str
 ) -> Any:
-    """Call an attention function with torch's dropout turned off, and return its result, without gradients. The random
-    state is left unchanged.
+    """Call an attention function with torch's dropout turned off and without gradients, and return its result. The
+    state of torch's random number generators is the same afterwards.
 
     Args:
         attention: the function.

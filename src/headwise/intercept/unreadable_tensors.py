@@ -8,16 +8,16 @@ from headwise.attention.problem import DTYPES
 
 
 def has_usual_values(tensor: Tensor) -> bool:
-    """Return True if a tensor's values can be used in products with other tensors: it is not nested, distributed,
-    quantised, on the meta device, or of a dtype such as float8.
+    """Return True if a tensor's values can be used in products with other tensors. They cannot if the tensor is nested,
+    distributed, quantised, on the meta device, or of a dtype such as float8.
     """
     is_usual_class = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor.is_nested
     return is_usual_class and not tensor.is_meta and tensor.dtype in DTYPES
 
 
 def why_not_read(tensor: Tensor) -> str | None:
-    """Return the reason why attention over such a tensor cannot be read, if the tensor stores its values in its own
-    way, as nested and distributed tensors do. Return None for usual tensors.
+    """Return the reason why attention over `tensor` cannot be read, if the tensor stores its values in its own way, as
+    nested and distributed tensors do. Return None for usual tensors.
     """
     if not tensor.is_nested and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return None
@@ -33,8 +33,8 @@ def has_no_numbers() -> bool:
 
 
 def why_not_observed(device: torch.device) -> str | None:
-    """Return the reason why attention on `device` cannot be observed now: the meta device, or `torch.func.vmap`. Return
-    None if it can be observed.
+    """Return the reason why attention on `device` cannot be observed now: it is the meta device, or the code runs in
+    `torch.func.vmap`. Return None if attention can be observed.
     """
     if device.type == "meta":
         return "attention on the meta device has no values; load the weights on another device"

@@ -67,8 +67,8 @@ def watch(
 
 @contextmanager
 def watch_further(model: nn.Module, further: FurtherStatistics, special: Collection[int] = ()) -> Iterator[Heads]:
-    """Collect the statistics of `watch`, and those that `further` defines, from all attention calls of `model` within
-    the context. Yield the `Heads` object that contains them.
+    """Collect the usual statistics of every attention head, and those that `further` defines, from all attention calls
+    of `model` within the context. Yield the `Heads` object that contains them.
 
     Args:
         model: any module that `watch` supports.

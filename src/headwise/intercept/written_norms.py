@@ -114,7 +114,7 @@ class WrittenNorms:
     def gram(self, path: str, heads: int, value_dim: int | None) -> Float[Tensor, "heads value_dim value_dim"] | None:
         """Return the matrix `W_h^T W_h` for each head h, where `W_h` is the head's slice of the output projection of
         the attention module at `path`. Return None if no projection is found, if a call of the model did not confirm
-        it, or if `value_dim` is unknown.
+        the projection, or if `value_dim` is unknown.
         """
         if value_dim is None or path in self._left_out:
             return None
@@ -140,8 +140,9 @@ class WrittenNorms:
         return self._grams[path][2]
 
     def slices(self, path: str, heads: int, value_dim: int | None) -> HeadSlices | None:
-        """Return each head's slice of the output projection of the attention module at `path`. Return None if no
-        projection is found, if a call of the model did not confirm it, or if `value_dim` is unknown.
+        """Return each head's slice of the output projection of the attention module at `path`: the weights that
+        multiply the head's output. Return None if no projection is found, if a call of the model did not confirm the
+        projection, or if `value_dim` is unknown.
         """
         if value_dim is None or self.gram(path, heads, value_dim) is None:
             return None
@@ -152,7 +153,7 @@ class WrittenNorms:
 
     def _has_other_projection(self, path: str, width: int) -> bool:
         """Return True if the attention module at `path` contains a module that looks like an output projection of
-        `width` features, by name and size. The caller has found that no such module computes a linear map.
+        `width` features, by its name and size. The caller has already found that no such module computes a linear map.
         """
         for name, child in self._modules[path].named_children():
             sizes = {size for tensor in (*child.parameters(), *child.buffers()) for size in tensor.shape}
@@ -162,9 +163,9 @@ class WrittenNorms:
         return False
 
     def _map(self, path: str, projection_path: str, width: int) -> LinearMap | None:
-        """Return the linear map that the module at `projection_path`, an output projection, computes; None if the
-        module is not linear. In `nn.MultiheadAttention` the projection is not called as a module, so it is read from
-        its weight.
+        """Return the linear map that the output projection at `projection_path` computes, or None if the projection is
+        not linear. In `nn.MultiheadAttention`, the map is read from the projection's weight, since the projection is
+        not called as a module.
         """
         attention = self._modules[path]
         if type(attention).forward is nn.MultiheadAttention.forward:
@@ -174,13 +175,14 @@ class WrittenNorms:
 
     def needs_outputs(self, path: str) -> bool:
         """Return True if it is not yet decided whether the output projection found for the attention module at `path`
-        is the right one. The head outputs of the next call are then needed.
+        is the right one. The head outputs of the next call are then needed for the decision.
         """
         return path not in self._settled
 
     def on_model_call(self) -> None:
-        """Start a new call of the model. Remove `written_norm` from the results of modules that attended in the
-        previous call in this thread, but whose output projection did not run afterwards and was never confirmed.
+        """Finish the previous call of the model in this thread, because a new one starts. Remove the statistic
+        `written_norm` of modules that attended in the previous call, but whose output projection did not run afterwards
+        and was never confirmed.
         """
         self._end(threading.get_ident())
 
@@ -199,8 +201,8 @@ class WrittenNorms:
 
     def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
         """Record the parameters of a linear map that the model applies to the head outputs of the module at `path`. If
-        the model runs in training mode only, they show whether the projection found by its name is the right one. If no
-        projection was found, they show that there is one nevertheless.
+        the model runs only in training mode, they show if the projection that was found by its name is the right one.
+        If no projection was found, they show that there is one nevertheless.
         """
         bases = [weight if weight._base is None else weight._base for weight in weights]
         of_call = self._model_calls[threading.get_ident()].projected_by.setdefault(path, {})
@@ -211,14 +213,16 @@ class WrittenNorms:
             self._projected_by.setdefault(path, set()).update(map(id, bases))
 
     def waits_for(self, path: str) -> bool:
-        """Return True if head outputs of this call of the model wait for the module at `path`, their projection."""
+        """Return True if head outputs of this call of the model are stored until the module at `path`, their
+        projection, runs.
+        """
         model_call = self._model_calls.get(threading.get_ident())
         waiting = {} if model_call is None else model_call.head_outputs
         return bool(waiting) and any(self._projection_paths[each] == path for each in waiting)
 
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
-        """If the module at `path` is the output projection of attention that ran before, compare the projection's input
-        and output with the head outputs. If it may be the projection of attention that is observed later, store some
+        """If the module at `path` is the output projection of attention that ran before, compare its input and output
+        with the stored head outputs. If it may be the projection of attention that is observed only later, store some
         rows of its input and output.
         """
         model_call = self._model_calls[threading.get_ident()]
@@ -231,9 +235,9 @@ class WrittenNorms:
                     self._check(attention_path, call, model_call)
 
     def finish(self) -> None:
-        """End the observation: remove `written_norm` from the results of modules whose output projection did not run
-        after their attention. In training mode, no call can refute the projection that was found. Then also remove
-        `written_norm` if parameters other than those of this projection were applied to the head outputs.
+        """End the observation. Remove the statistic `written_norm` of modules whose output projection did not run after
+        their attention. In training mode, no call can refute the projection that was found by its name. In this mode,
+        also remove `written_norm` if the head outputs were multiplied by other parameters than those of the projection.
         """
         for thread in list(self._model_calls):
             self._end(thread)
@@ -247,9 +251,9 @@ class WrittenNorms:
                 self._settle(path, is_confirmed=False)  # the projection has an unusual name or place
 
     def _end(self, thread: int) -> None:
-        """End the call of the model in one thread. Remove `written_norm` from the results of modules whose output
-        projection did not run after their attention in this call, unless a call in another thread has confirmed the
-        projection, and of modules whose head outputs are projected by other parameters than in the first call.
+        """End the call of the model in one thread. Remove the statistic `written_norm` of two kinds of modules: those
+        whose output projection was never confirmed and did not run after their attention in this call, and those whose
+        head outputs are projected by other parameters than in the first call.
         """
         model_call = self._model_calls.pop(thread, _ModelCall())
         for path in model_call.head_outputs:
@@ -262,9 +266,9 @@ class WrittenNorms:
                 self._settle(path, is_confirmed=False)
 
     def _check(self, path: str, call: _ProjectionCall, model_call: _ModelCall) -> None:
-        """Decide if the output projection found for the attention module at `path` is the right one, from one call of
-        the projection. Its input must consist of the module's head outputs, and its output must be the linear map of
-        its input. If this call cannot show it, leave the decision to a later call.
+        """Decide from one call of an output projection whether it is the right one for the attention module at `path`.
+        The projection's input must consist of the module's head outputs, and its output must be the linear map of its
+        input. If this call cannot show it, leave the decision to a later call.
         """
         head_outputs, projection = model_call.head_outputs.pop(path), self._grams[path][1]
         is_confirmed = _consists_of(call, head_outputs) and _maps(projection, call)
@@ -273,8 +277,8 @@ class WrittenNorms:
             self._settle(path, is_confirmed=is_confirmed)
 
     def _settle(self, path: str, *, is_confirmed: bool) -> None:
-        """Record that it is now certain whether the output projection found for the attention module at `path` is the
-        right one. If `is_confirmed` is False, remove `written_norm` from the module's results.
+        """Record that it is now decided whether the output projection found for the attention module at `path` is the
+        right one. If `is_confirmed` is False, remove the statistic `written_norm` from the module's results.
         """
         self._settled.add(path)
         if not is_confirmed:
@@ -283,21 +287,21 @@ class WrittenNorms:
 
 
 def _normalises_by_batch(module: nn.Module) -> bool:
-    """Return True if a module contains a batch norm in training mode. It then computes another map in each call."""
+    """Return True if a module contains a batch norm in training mode, which computes another map in each call."""
     return any(isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training for each in module.modules())
 
 
 def _is_named_projection(path: str) -> bool:
-    """Return True if the last name in a module path, or that of the sequence around it, is a usual name of output
-    projections, such as `o_proj`.
+    """Return True if a module has a usual name of output projections, such as `o_proj`. If the last name in its path is
+    a number, as in a sequence of modules, the name before it counts, too.
     """
     names = path.split(".")
     return any(name in PROJECTION_NAMES for name in (names[-2:] if names[-1].isdigit() else names[-1:]))
 
 
 def _projection_call(module: nn.Module, arguments: Iterable[Any], output: Any) -> _ProjectionCall | None:
-    """Return the first, the middle and the last row of the input and of the output of a module call. Return None if
-    input and output are not tensors with the same number of rows.
+    """Return the input and the output of a module call at three rows (tokens): the first, the middle and the last one.
+    Return None if input and output are not tensors with the same number of rows.
     """
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if not tensors or not isinstance(output, Tensor) or not all(map(has_usual_values, (tensors[0], output))):
@@ -313,8 +317,8 @@ def _projection_call(module: nn.Module, arguments: Iterable[Any], output: Any) -
 
 
 def _shows_nothing(call: _ProjectionCall, outputs: _HeadOutputs) -> bool:
-    """Return True if a call of a projection cannot show whether its input consists of the head outputs. That is the
-    case if some numbers are NaN or infinite, or if the inputs are all 0, as after closed gates.
+    """Return True if a call of an output projection cannot show if its input consists of the head outputs. That is the
+    case if some numbers are NaN or infinite, or if the inputs are all 0, as after gates that multiply by 0.
     """
     by_token = outputs.by_token
     is_off = not bool(call.inputs.any()) and (outputs.may_be_gated or not bool(by_token.any()))
@@ -322,9 +326,9 @@ def _shows_nothing(call: _ProjectionCall, outputs: _HeadOutputs) -> bool:
 
 
 def _consists_of(call: _ProjectionCall, outputs: _HeadOutputs) -> bool:
-    """Return True if one of the input rows of a projection consists of the outputs of all heads for one token, usually
-    the token with the same index. If gates may be active, each head's part of the row may be its output times a factor,
-    as long as not all factors are 0.
+    """Return True if one of the input rows of an output projection consists of the outputs of all heads for one token,
+    usually the token with the same index. If gates (factors for head outputs) may be active, the output of each head
+    may be multiplied by a factor, as long as not all factors are 0.
     """
     by_token = outputs.by_token
     if call.inputs.shape[1] != by_token[0].numel():
@@ -342,8 +346,8 @@ def _has_same_row(
     dtype: torch.dtype,
     may_be_gated: bool,
 ) -> bool:
-    """Return True if one of the input rows equals the head outputs of a token, up to rounding in `dtype`. If
-    `may_be_gated`, each head's outputs may differ by a factor.
+    """Return True if one of the input rows of an output projection equals the head outputs of a token, up to rounding
+    in `dtype`. If `may_be_gated`, the output of each head may be multiplied by a factor.
     """
     if may_be_gated:
         squares = by_token.square().sum(-1, keepdim=True)
@@ -353,8 +357,8 @@ def _has_same_row(
 
 
 def _maps(projection: LinearMap, call: _ProjectionCall) -> bool:
-    """Return True if the output rows of a call of a projection equal the linear map `projection` of its input rows, up
-    to rounding.
+    """Return True if, in a call of an output projection, the linear map `projection` maps the input rows to the output
+    rows, up to rounding.
     """
     dtype = torch.promote_types(call.inputs.dtype, torch.float32)
     mapped = call.inputs.to(dtype) @ projection.weight.detach().to(dtype).mT
@@ -366,16 +370,16 @@ def _maps(projection: LinearMap, call: _ProjectionCall) -> bool:
 def _is_close(
     vectors: Float[Tensor, "*#axes width"], expected: Float[Tensor, "*#axes width"], dtype: torch.dtype
 ) -> Bool[Tensor, "*axes"]:
-    """Return True for each vector whose distance from the vector in `expected` is within rounding in `dtype`."""
+    """Return True for each vector that equals its vector in `expected` up to rounding in `dtype`."""
     tolerance = max(LARGEST_DIFFERENCE, 4 * torch.finfo(dtype).eps)
     is_close: Tensor = (vectors - expected).norm(dim=-1) <= tolerance * expected.norm(dim=-1)
     return is_close
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int, int]] | None:
-    """Return the ids, in-place change counts and addresses of all parameters and buffers of a module: a list that
-    differs after one of them is written to or replaced, also by `tensor.data = other`. Return None if a tensor has no
-    change count, as under `torch.inference_mode`.
+    """Return a list that changes when a parameter or buffer of a module is written to or replaced, also by `tensor.data
+    = other`. It contains the id, the in-place change count and the address of each parameter and buffer. Return None if
+    a tensor has no change count, as under `torch.inference_mode`.
     """
     own = module._parameters.values(), module._buffers.values()
     tensors = [each for tensors in own for each in tensors if each is not None]
