@@ -75,7 +75,8 @@ class TrainingCallback:
         return self._monitor
 
     def close(self) -> None:
-        """Stop observing the training, and release the run folder. This has no effect if the training has ended."""
+        """Stop observing the training, and release the run folder. A call after the end of the training has no effect.
+        """
         if self._monitor is not None and self._is_open:
             self._is_open = False
             self._monitor.__exit__(None, None, None)
@@ -92,7 +93,7 @@ class TrainingCallback:
         self._is_open = True
 
     def _step(self) -> dict[str, float]:
-        """End a step of the monitor, and return the numbers to log, by name. They are empty if the step was not
+        """End a step of the monitor, and return the numbers to log, by name. The dict is empty if the step was not
         observed.
         """
         if self._monitor is None or not self._is_open:
@@ -157,9 +158,9 @@ class MonitorCallback(TrainingCallback):
         self.close()
 
     def _logging_callbacks(self) -> list[Any]:
-        """Return the trainer's other callbacks that log numbers. Those that print are left out, since the numbers of
-        all layers would fill the terminal. The list is read from the stack frame of the caller, since the trainer does
-        not pass it.
+        """Return the trainer's other callbacks that log numbers, except those that print: the numbers of all layers
+        would fill the terminal. The trainer does not pass its callbacks to this one, so they are read from the stack
+        frame of the caller.
         """
         frame = sys._getframe(1)
         while frame is not None:
@@ -269,7 +270,8 @@ class LightningMonitor(TrainingCallback):
 
 def _object_with_bases(derived: type, bases: tuple[type, ...]) -> Any:
     """Return an object of class `derived` that is also an instance of `bases`, classes of an optional training library.
-    Its class is created here, with the name of `derived`, unless `derived` is a subclass of the first base already.
+    If `derived` is not a subclass of the first base, a class with the same name is created that inherits from `derived`
+    and `bases`.
     """
     if issubclass(derived, bases[0]):
         return object.__new__(derived)

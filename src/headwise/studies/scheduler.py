@@ -149,8 +149,8 @@ def duration_estimate(finished: Iterable[FinishedTrial], plan: StudyPlan) -> Cal
 
 def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], budget: StudyBudget) -> TrialKey | None:
     """Return the trial (one training) that this process should run next, or None if none can start now. Learning-rate
-    trials come first, then final trainings with the best learning rates. The search ends for all processes when the
-    budget allows no further trial, or the remaining time is needed for the final trainings.
+    trials come first, then final trainings with the best learning rates. The search for learning rates ends for all
+    processes when the budget allows no further trial, or when the remaining time is needed for the final trainings.
     """
     running, finished, spent = store.running(), store.finished(), store.seconds_spent()
     claimed = running | {trial.key for trial in finished}
@@ -160,9 +160,9 @@ def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], 
     reserved = RESERVE * sum(expected_seconds(key) for key in finals) / store.active_processes()
 
     def is_in_time(key: TrialKey) -> bool:
-        """Return True if the time limit allows a trial to start. A final training may be expected to end at most 5 %
-        after the limit. A learning-rate trial, except the first of a head setting, must leave enough time for the final
-        trainings.
+        """Return True if the time limit allows a trial to start. A final training may start if it is expected to end
+        before 105 % of the time limit. A learning-rate trial may start if enough time remains for the final trainings,
+        and always if it is the first of a head setting.
         """
         if budget.seconds is None:
             return True

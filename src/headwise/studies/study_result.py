@@ -55,8 +55,8 @@ class Recommendation:
 
 def comparable(losses: Losses) -> dict[Setting, list[float]]:
     """Return, for each head setting, its held-out losses in the order of the seeds, for a paired comparison. Settings
-    without a loss, or with a loss that is not finite, are left out. A seed is left out too if one of the remaining
-    settings has no loss for it.
+    without a loss, or with a loss that is not finite, are left out. Only the seeds for which all remaining settings
+    have a loss are used.
     """
     finite = {setting: runs for setting, runs in losses.items() if runs and all(map(math.isfinite, runs.values()))}
     seeds = sorted(set.intersection(*(set(runs) for runs in finite.values()))) if finite else []

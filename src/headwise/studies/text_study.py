@@ -128,7 +128,9 @@ def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOpti
         examples.append((torch.tensor(ids, dtype=torch.int64), classes.index(name)))
 
     def padded(group: Sequence[tuple[Tensor, int]]) -> dict[str, Any]:
-        """Return labelled texts as a batch: padded `input_ids`, `attention_mask`, and class numbers in `label`."""
+        """Return labelled texts as one batch: token ids padded to equal length (`input_ids`), `attention_mask`, and the
+        number of each text's class (`label`).
+        """
         sequences = [ids for ids, _ in group]
         ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
         lengths = torch.tensor([len(sequence) for sequence in sequences])

@@ -129,7 +129,7 @@ def train(
 ) -> TrainingResult:
     """Train a model in place for `steps` optimizer steps, with one batch per step in an order that depends on `seed`
     alone. Return the mean loss over the last tenth of the steps and the duration of each step. If the loss has a method
-    `reseeded`, as a masked-token loss has, it is reseeded with the number of each step.
+    `reseeded`, as a masked-token loss has, the loss is reseeded in each step with the number of the step.
     """
     whole_number("steps", steps, least=1)
     optimizer, device, order = recipe.optimizer(model), device_of(model), batch_order(len(batches), seed)

@@ -112,7 +112,9 @@ def output_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out wi
 
 
 def moments_of(model: nn.Module, module: HeadModule) -> FoldedMoments:
-    """Return a new `FoldedMoments` for the output projection of an attention module: no tokens are summed yet."""
+    """Return a new `FoldedMoments` (sums over tokens, for a least-squares fit) for the output projection of an
+    attention module. It contains no tokens yet.
+    """
     has_bias = getattr(model.get_submodule(module.output), "bias", None) is not None
     return FoldedMoments(module.output, output_weight(model, module), has_bias)
 
@@ -176,9 +178,9 @@ class LayerRuns:
         self._reuses = all(map(self._is_chain_on, sorted({tokens.index(min(tokens)), tokens.index(max(tokens))})))
 
     def run(self, layer: str, projection: str | None = None, *, store: bool) -> list[list[SequenceVectors]]:
-        """Run the model up to the end of a layer on each batch. Return the recorded inputs of the output projection at
-        `projection` for each batch; without a projection, an empty list. With `store`, keep the layer's output, from
-        which runs up to later layers start.
+        """Run the model on each batch until `layer` ends. Return the inputs of the output projection at the path
+        `projection` for each batch; without a projection, an empty list. With `store`, the output of `layer` is kept,
+        and runs up to later layers start from it.
         """
         recorded: list[list[SequenceVectors]] = []
         for index, (batch, outputs) in enumerate(zip(self._batches, self._outputs, strict=True)):
@@ -192,8 +194,8 @@ class LayerRuns:
     @torch.no_grad()
     def _run(self, layer: str, index: int) -> Any:
         """Run the model on one batch until `layer` ends, and return the output of `layer`, or `_DID_NOT_RUN`. Earlier
-        layers return their stored outputs instead of being computed. The whole model is computed instead if it returns
-        other outputs when stored ones are used.
+        layers return their stored outputs instead of being computed. If stored outputs would change what the model
+        returns, the whole model is computed instead.
         """
         before = self._layers[: self._layers.index(layer)] if self._reuses else []
         module, outputs = self._modules[layer], []

@@ -153,7 +153,7 @@ def _difference(one: Float[Tensor, "vectors width"], other: Float[Tensor, "vecto
 def _samples(output: Any, batch: dict[str, Any]) -> list[Sample]:
     """Return random sample vectors from the floating-point tensors of a model's or module's output, without padding. If
     the output is a mapping, its attention weights and caches are left out, since their heads may be in another order.
-    Of any other output, the first tensor alone is sampled.
+    If the output is not a mapping, only its first tensor is sampled.
     """
     if isinstance(output, Mapping):
         leaves = [value for name, value in output.items() if not name.endswith(("attentions", "past_key_values"))]

@@ -210,7 +210,7 @@ class TrainingBatches:
         self._epoch: tuple[int, list[dict[str, Any]]] = (-1, [])
 
     def at(self, step: int) -> Mapping[str, Any]:
-        """Return the batch of a training step, counted from 0."""
+        """Return the batch on which the model is trained in the step `step`. Steps are counted from 0."""
         epoch, place = divmod(step, len(self._batches))
         if self._epoch[0] != epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch * SEED_OF_EPOCH)
@@ -260,8 +260,8 @@ class HealingFolder:
             save_state(Path(self._folder) / name, self._settings, content)
 
     def read(self, name: str, *, mmap: bool = False) -> Any:
-        """Return the content of the file `name` in the folder; None if there is no such file. Raise an error if it was
-        written with other settings.
+        """Return the content of the file `name` in the folder, or None if there is no such file. Raise an error if a
+        run with other settings wrote the file.
         """
         if self._folder is None or not (path := Path(self._folder) / name).exists():
             return None
@@ -336,8 +336,8 @@ def _train(
 
 
 def _require_finite(value: Tensor, name: str) -> None:
-    """Raise `InputError` if `value`, a loss or gradient norm of a training step, is not finite. It is called before the
-    optimizer changes the weights.
+    """Raise `InputError` if `value`, a loss or gradient norm of a training step, is not finite. The check takes place
+    before the optimizer changes the weights.
     """
     if not bool(value.detach().isfinite()):
         remedy = "a smaller lr may help, or weights and inputs that are finite"

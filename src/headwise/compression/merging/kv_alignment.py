@@ -78,8 +78,8 @@ class Freedom:
 
 
 def value_freedom(model: nn.Module, module: HeadModule) -> Freedom:
-    """Return which orthogonal matrices may multiply the values of a head without a change of the attention module's
-    output, if the output projection is multiplied by their inverse. A `Freedom` describes such a set of matrices.
+    """Return the set of orthogonal matrices (a `Freedom`) by which the values of a head can be multiplied. The
+    attention module's output stays the same if the output projection is multiplied by the inverse matrix.
     """
     attention = model.get_submodule(module.path)
     is_gated = getattr(attention, "output_gate", None) == "element"
@@ -87,8 +87,8 @@ def value_freedom(model: nn.Module, module: HeadModule) -> Freedom:
 
 
 def key_freedom(model: nn.Module, module: HeadModule) -> Freedom:
-    """Return the orthogonal matrices by which the queries and keys of a head in an attention module can be multiplied
-    without a change of the scores. For an unknown kind of module, this is the identity alone.
+    """Return the set of orthogonal matrices (a `Freedom`) by which the queries and keys of a head can be multiplied
+    without a change of the attention scores. For an unknown kind of module, the set contains the identity alone.
     """
     attention: Any = model.get_submodule(module.path)
     width = module.head_dim
@@ -147,8 +147,8 @@ def agreement(
 
 
 def _improved(products: Tensor, matrices: Tensor, freedom: Freedom) -> Tensor:
-    """Return alignment matrices, improved one head after the other until the result of `agreement` no longer
-    increases.
+    """Return alignment matrices (one orthogonal matrix per head), improved one after the other. The improvement stops
+    when the similarity of the aligned heads, computed by `agreement`, hardly increases.
     """
     matrices, before = matrices.clone(), agreement(products, matrices)
     heads = range(len(matrices))

@@ -273,7 +273,7 @@ class _Run:
             last.rename(final)
 
     def _losses(self, model: nn.Module) -> list[float]:
-        """Return the loss of a model on each held-out sequence; NaN for a sequence without tokens that have a loss."""
+        """Return the loss of a model on each held-out sequence; NaN for a sequence in which no token has a loss."""
         dense = self._inputs.dense
         with evaluation_mode(model), evaluation_mode(dense):
             batches = (to_device(batch, self._device) for batch in self._inputs.verify)
@@ -369,8 +369,8 @@ def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | 
 
 def _claim_run(folder: Path, settings: Mapping[str, Any], *, force: bool) -> None:
     """Write the settings of a run to its output folder. If the folder contains an earlier run with other settings,
-    raise `InputError`; with `force`, delete any earlier run instead. If the process is killed meanwhile, each model
-    folder is still complete or absent.
+    raise `InputError`; with `force`, delete any earlier run instead. If the process is killed during the deletion, each
+    model folder is either complete or absent.
     """
     trash = folder / TRASH
     for leftover in (trash, *(folder / f".{name}.part" for name in STAGES[1:])):  # of a process that was killed

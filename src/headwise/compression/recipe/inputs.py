@@ -74,8 +74,8 @@ class RecipeInputs:
 
 
 def recipe_settings(recipe: CompressionRecipe) -> dict[str, Any]:
-    """Return the content of a recipe, without its section [report], as JSON-compatible values. A run resumes only if
-    they are unchanged.
+    """Return the content of a recipe, without its section [report], as JSON-compatible values. An interrupted run can
+    resume only if these values are unchanged.
     """
     return {"recipe": json.loads(json.dumps(asdict(replace(recipe, report=None))))}
 

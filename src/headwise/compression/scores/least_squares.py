@@ -193,9 +193,9 @@ class LeastSquaresScores:
         return errors.index(min(errors))
 
     def _change(self, changed: nn.Module, plan: Sequence[PlannedModule], held_out: int) -> None:
-        """Write the output projections of the model that a pruning plan describes into `changed`, a copy of the
-        original model. If these scores use fits, the projections are fitted to all data except the fold `held_out`;
-        otherwise, they keep their weights. The columns of removed heads become 0.
+        """Change the output projections of `changed`, a copy of the original model, as a pruning plan states. The
+        columns of removed heads become 0. If these scores use fits, the projections are fitted to all data except the
+        fold `held_out`; otherwise, the columns of the remaining heads keep their weights.
         """
         for planned in plan:
             module, moments = self._modules[planned.module], self._moments[planned.module]
@@ -210,7 +210,7 @@ class LeastSquaresScores:
 
     def _difference(self, changed: nn.Module, parts: Sequence[dict[str, Any]]) -> float:
         """Return the distillation loss between the outputs of a changed model and of the original model, as a mean over
-        the tokens of all batches in `parts`. NaN is returned as infinity.
+        the tokens of all batches in `parts`. If the loss is NaN, return infinity.
         """
         total = tokens = 0.0
         for part in parts:

@@ -254,7 +254,9 @@ class StreamingAttention(ModuleAttention):
         self._mask = streaming_mask(width, first)
 
     def on_start(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook. It discards the reference to a cache layer that an earlier, interrupted call left."""
+        """Forward pre-hook of an attention module. It discards the reference to a cache layer that remains from an
+        earlier forward pass if an error interrupted that pass.
+        """
         super().on_start(module, args)
         self.cache_layer = None
 

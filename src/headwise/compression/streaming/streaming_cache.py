@@ -250,15 +250,15 @@ class StreamingStorage:
         self._map_sequences(lambda tensor: tensor[indices.to(tensor.device)])
 
     def _map_sequences(self, function: Any) -> None:
-        """Replace each stored tensor whose first axis is the batch by the result of `function`."""
+        """Call `function` on each stored tensor that has a batch axis, and store the returned tensor in its place."""
         for name in ("keys", "values", "window_keys", "window_values", "_starts"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, function(tensor))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise `InputError` if tokens would be removed from the cache: streaming heads no longer store the earlier
-        keys that would be in the window again.
+        """Raise `InputError` if tokens would be removed from the end of the cache. The window would then reach back to
+        keys that streaming heads no longer store.
         """
         if tokens_to_remove:
             raise InputError("past_key_values", expected="a cache that is not cropped", got="one with streaming heads")

@@ -279,8 +279,8 @@ SAMPLES = 2
 
 
 def weight_samples(model: nn.Module, paths: Iterable[str]) -> tuple[float, ...]:
-    """Return two weights of each floating-point parameter of the modules at `paths`, to recognise a model. Their
-    positions depend on the size of the parameter only.
+    """Return two weights of each floating-point parameter of the modules at `paths`, by which the model can be
+    recognised. The positions of these weights depend on the size of the parameter only.
     """
     samples: list[float] = []
     for path in paths:
