@@ -285,8 +285,9 @@ def step_scalars(
     history: History, step: int, alarms: Sequence[Alarm], log_heads: int | tuple[tuple[int, int], ...]
 ) -> dict[str, float]:
     """Return the numbers to log for an observed step, by name: summaries of each layer, values of single heads, and the
-    number of alarms. Values are logged for the heads in `log_heads` and for the heads of the first 32 alarms. A number
-    n as `log_heads` stands, for each statistic, for the n heads that changed most since the first observed step.
+    number of alarms. Values are logged for the heads in `log_heads` and for the heads of the first 32 alarms. If
+    `log_heads` is a number n, the n heads that changed most since the first observed step are chosen for each
+    statistic.
 
     - `heads/<layer>/<statistic>_mean`, `_min` and `_max`: over the heads of a layer with a finite value.
     - `heads/<layer>/<statistic>_nonfinite`: number of heads of a layer without one, if there are some.

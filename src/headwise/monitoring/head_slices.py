@@ -244,8 +244,8 @@ def _is_linear_map(module: nn.Module) -> bool:
 
 @contextmanager
 def _halved(features_of: Iterable[tuple[Tensor, int, Sequence[int]]]) -> Iterator[None]:
-    """Context manager within which some features of parameters, along the stated axis of each, are multiplied by 1/2.
-    They are restored at the end.
+    """Context manager within which some features of parameters are multiplied by 1/2. Each item of `features_of` states
+    a parameter, an axis, and the features along this axis. The parameters are restored at the end.
     """
     saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
     try:
@@ -261,8 +261,9 @@ def _halved(features_of: Iterable[tuple[Tensor, int, Sequence[int]]]) -> Iterato
 
 @torch.no_grad()
 def _scales(projection: Any, slices_of: Mapping[str, Sequence[HeadSlice]]) -> bool:
-    """Return True if halving slices of a projection's parameters halves the output features of these slices, for random
-    inputs, and changes no others. `slices_of` has the slices by parameter name; they are restored afterwards.
+    """Halve slices of a projection's parameters, and run the projection on random inputs. Return True if the output
+    features of these slices are halved, and no others change. `slices_of` has the slices by parameter name; the
+    parameters are restored afterwards.
     """
     weight, axis = projection.weight, slices_of["weight"][0].axis
     generator = torch.Generator().manual_seed(0)

@@ -106,7 +106,8 @@ def _remove(model: nn.Module, kept: Mapping[str, KeptHeads]) -> dict[str, HeadMo
 
 def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
     """Prepare T5 stacks, in which the first attention module computes the relative position bias for all modules. If
-    different heads will remain in the modules of a stack, each module gets a bias table of its own.
+    different heads will remain in the modules of a stack, each module gets its own copy of the bias table, and computes
+    its own bias.
     """
     modules_of_stack: dict[tuple[str, str], dict[str, Any]] = {}
     for path, module in model.named_modules():
@@ -129,8 +130,8 @@ def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
 
 
 def _ignore_bias(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook that removes the argument `position_bias`, which the previous module computed, so that the
-    module computes its own.
+    """Forward pre-hook of an attention module. It removes the argument `position_bias`, the bias that the previous
+    module computed, so that the module computes its own bias.
     """
     return arguments, {**named, "position_bias": None}
 

@@ -128,7 +128,7 @@ def duration_estimate(finished: Iterable[FinishedTrial], plan: StudyPlan) -> Cal
     """Return a function that predicts the seconds of a trial (one training). The prediction is the planned seconds,
     times the median slowdown of similar finished trials that were not stopped early. A slowdown is the measured time
     divided by the planned time. Similar trials have the same head setting and kind (learning-rate trial or final
-    training). If there are none, trials of the same kind are used, otherwise all.
+    training). If no similar trial has finished, all trials of the same kind are used, or else all trials.
     """
 
     def groups(key: TrialKey) -> tuple[Any, ...]:

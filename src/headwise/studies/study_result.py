@@ -223,8 +223,8 @@ class Study(Table[SettingRow]):
 
     @property
     def frontier(self) -> tuple[Setting, ...]:
-        """Head settings on the Pareto frontier: those for which no other setting is at least as good in loss, time per
-        step, decoding speed and cache size, and better in one of them.
+        """Head settings on the Pareto frontier. A setting is on it if no other setting is at least as good in loss,
+        time per step, decoding speed and cache size, and better in one of them.
         """
         rows = [row for row in self.rows if row.statistics["loss"].n]
         return tuple(

@@ -147,8 +147,7 @@ class _Survey(SiteRegistry):
         self.sites_of_batches.append(set())
 
     def observe(self, call: Call) -> None:
-        """Record that an attention module runs on the current batch, and whether it computes self- or cross-attention.
-        """
+        """Record that an attention module runs on the current batch, and its kind of attention (self or cross)."""
         self.register(call)
         self.sites_of_batches[-1].add(call.site)
 

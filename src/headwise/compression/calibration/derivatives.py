@@ -127,7 +127,7 @@ def effects_on_loss(
     centre: Float[Tensor, " width"],
 ) -> Float[Tensor, " sequences"]:
     """Return the first-order change of the loss of each sequence if `left @ right` is added to the weight of the
-    projection. The bias changes such that the input `centre` keeps its output.
+    projection. The bias is changed too, such that the projection's output for the input `centre` stays the same.
     """
     of_weight, of_bias = gradients
     left, right, centre = (each.to(of_weight) for each in (left, right, centre))

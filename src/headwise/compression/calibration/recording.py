@@ -17,7 +17,7 @@ from headwise.shapes import Bool, Float
 
 def with_slopes(output: Tensor, on_slopes: Callable[[Tensor], None]) -> Tensor:
     """Return a module's `output`, such that the backward pass calls the function `on_slopes` with the gradient of this
-    output. An output that requires no gradient is replaced by a detached tensor that requires one.
+    output. If the output requires no gradient, a detached tensor that requires one is returned in its place.
     """
     output = output if output.requires_grad else output.detach().requires_grad_()
     output.register_hook(on_slopes)  # type: ignore[no-untyped-call]

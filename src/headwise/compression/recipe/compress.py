@@ -221,8 +221,8 @@ class _Run:
         self._device = next(inputs.dense.parameters()).device
 
     def finish(self) -> RecipeResult:
-        """Run the steps whose results are not in the folder yet, and return the result of all steps. Measure the report
-        of sizes and times too, if the recipe has one.
+        """Run the steps whose results are not in the folder yet, and return the result of all steps. If the recipe has
+        a section [report], also measure the sizes and times of the models.
         """
         model, report = self._folder / MODEL, self._folder / REPORT
         if not (model.exists() and report.exists()):

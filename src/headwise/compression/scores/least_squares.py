@@ -161,8 +161,8 @@ class LeastSquaresScores:
 
     def choose(self, plans: Sequence[Sequence[PlannedModule]]) -> int:
         """Return the index of the pruning plan whose model differs least from the dense model on held-out sequences.
-        These are the last cross-validation fold of the calibration data (see `folds_of`): whole documents with about a
-        quarter of the tokens.
+        The held-out sequences are the last cross-validation fold of the calibration data: whole documents with about a
+        quarter of the tokens (see `folds_of`).
 
         The output projections of each model are fitted to the dense module on the other folds, or keep their weights if
         these scores are `fitted=False`. The difference is that of `distillation_loss`: for logits the Kullback-Leibler

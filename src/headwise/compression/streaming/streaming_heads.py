@@ -119,8 +119,8 @@ class StreamingHeads(JsonResult):
     def running(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager within which the streaming heads of a model attend to the first tokens and the
         window only. With the cache that the method `cache` returns, keys and values of other tokens are not stored for
-        these heads. With another cache or without one, the outputs are the same. `torch.compile` is disabled within,
-        since code compiled earlier would ignore the restriction.
+        these heads. With another cache or without one, the outputs are the same. Inside the context, `torch.compile` is
+        disabled, since code compiled earlier would ignore the restriction.
 
         Args:
             model: the model of these heads, with the attention implementation "sdpa" or "eager".
