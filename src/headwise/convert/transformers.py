@@ -97,7 +97,7 @@ def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
 
 def _options_and_parameters(block: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return two dicts for an attention block of `transformers`. The first has the constructor arguments of a
-    `MultiHeadAttention` that computes the same. The second has the block's parameters, by the name of the
+    `MultiHeadAttention` that computes the same as the block. The second has the block's parameters, by the name of the
     `MultiHeadAttention` parameter with the same values. Raise `InputError` for a block of an unknown class or without
     an expected attribute.
     """

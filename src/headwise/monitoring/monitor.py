@@ -252,8 +252,8 @@ class Monitor:
             self._of_run.close()
 
     def step(self) -> list[Alarm]:
-        """Record that a training step ended, and return its alarms: statistics of heads outside of the limits. Call it
-        once after each step of the optimizer.
+        """Record that a training step ended, and return its alarms: statistics of heads outside of the limits. Call
+        this method once after each step of the optimizer.
 
         Raises:
             InputError: the monitor is not entered; the step was to be observed, and no attention of the model was seen

@@ -49,8 +49,8 @@ def multiply_features(
 ) -> None:
     """Multiply the keys and values of each key/value head by orthogonal matrices, in place, by changes of the
     projections. Queries are multiplied by the matrix of their keys. Columns of the output projection are multiplied by
-    the inverse of the matrix of their values. For matrices in `key_freedom` and `value_freedom`, the module's output
-    stays the same.
+    the inverse of the matrix of their values. The module's output stays the same if the matrices belong to the sets
+    that `key_freedom` and `value_freedom` return.
     """
     group = module.num_heads // module.num_kv_heads
     matrices: dict[HeadPart | None, Tensor] = {

@@ -79,9 +79,9 @@ def make_plan(
     definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget, seconds_spent: Callable[[], float]
 ) -> StudyPlan:
     """Return the plan of a study: the number of steps of each training, and expected durations. With a time limit, a
-    few steps are timed for each head setting. The number of steps is the one in the budget; without one, it is the
-    largest for which the study ends in time, up to four passes over the training batches. Raise `InputError` if the
-    limit is too short.
+    few steps are timed for each head setting. If the budget does not state the number of steps, it is the largest for
+    which the study ends in time, up to four passes over the training batches. Raise `InputError` if the time limit is
+    too short.
     """
     limit, corpus = budget.seconds, definition.corpus
     step_seconds, judge_seconds, more_seconds, parameters = {}, {}, {}, {}

@@ -153,9 +153,8 @@ def heal(
 def _settings(
     model: nn.Module, teacher: nn.Module, data: Any, options: HealingOptions, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return JSON-compatible values of everything that the trained weights depend on. These are the options, hashes of
-    both models' weights and of the names of the trained weights, other settings of both models, and the values in
-    `more`.
+    """Return JSON-compatible values of everything that the trained weights depend on: the options, hashes of both
+    models' weights and of the names of the trained weights, other settings of both models, and the values in `more`.
     """
     numbers = asdict(options) | {"lr": float(options.lr), "temperature": float(options.temperature)}
     of_teacher = run_settings(teacher, None, "teacher")["model"] | model_settings(teacher)

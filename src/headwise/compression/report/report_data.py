@@ -93,7 +93,7 @@ class ReportData:
 
 @torch.no_grad()
 def has_examples_first(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Return True if the first axis of the tensors in a batch has one index per example. This is true if the model's
+    """Return True if the first axis of the tensors in a batch has one index per example. The check is that the model's
     output for the first example alone equals the first item of its output for the batch.
     """
     try:

@@ -34,8 +34,8 @@ def streaming_cache(model: Any, modules: tuple[LocalizedModule, ...], window: in
 
 @cache
 def _classes() -> tuple[Any, Any]:
-    """Return the class of the cache and the class of its layers with streaming heads. They derive from classes of
-    `transformers`, which is optional, so they are created at the first call.
+    """Return the class of the cache and the class of its layers with streaming heads. Both inherit from classes of
+    `transformers`, an optional package, so they are created at the first call only.
     """
     library = require("transformers.cache_utils", purpose="a cache", extra="hf")
 

@@ -293,8 +293,8 @@ def weight_samples(model: nn.Module, paths: Iterable[str]) -> tuple[float, ...]:
 
 
 def are_rounded(samples: Sequence[float], others: Sequence[float], dtypes: Iterable[torch.dtype]) -> bool:
-    """Return True if two lists of weight samples are equal up to rounding to one of the dtypes. Also return True if
-    their lengths differ, as for a quantized model, since they cannot be compared then.
+    """Return True if two lists of weight samples are equal up to rounding to one of the dtypes. Lists of different
+    lengths, as for a quantized model, cannot be compared: True is returned for them, too.
     """
     if len(samples) != len(others):
         return True
