@@ -88,10 +88,10 @@ def significant_difference(losses: Losses) -> float:
 
 
 def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]) -> bool:
-    """Return True if a head setting with the statistics `one` dominates a head setting with the statistics `other`. It
-    dominates if it is at least as good in loss, time per step, decoding speed and cache size, and better in one of
-    them. Times and speeds count as equal within two standard errors of their difference. A statistic that one setting
-    lacks is ignored.
+    """Return True if a head setting with the statistics `one` dominates a head setting with the statistics `other`: it
+    is at least as good in loss, time per step, decoding speed and cache size, and better in one of them. Times and
+    speeds count as equal within two standard errors of their difference. A statistic that one of the settings lacks is
+    ignored.
     """
     better = False
     for name in (*LOWER_IS_BETTER, *HIGHER_IS_BETTER):

@@ -202,9 +202,9 @@ def study_texts(
     progress: bool = False,
     force: bool = False,
 ) -> Study:
-    """Train small transformers with different heads on a text, all with about the same number of parameters and with
-    the same number of steps. Return a table that compares their held-out losses. The table, a plot and the trained
-    models are saved in `out`.
+    """Train small transformers with different heads on a text. All have about the same number of parameters, and are
+    trained for the same number of steps. Return a table that compares their held-out losses. The table, a plot and the
+    trained models are saved in `out`.
 
     Args:
         data: file or folder: text, JSON lines, CSV or Parquet.

@@ -40,10 +40,10 @@ def reconstruct(
     batches: Sequence[dict[str, Any]],
     documents: Sequence[int] | None,
 ) -> None:
-    """Fit the output projections of `changed`, a copy of `model`, by least squares, in place, for the remaining heads
-    `kept` of each attention module (by path). The targets are the outputs of the same projections in `model`. No shape
-    changes: the input columns of all other heads become 0, which has the same effect as their removal. Both models must
-    be in evaluation mode.
+    """Fit the output projections of `changed`, a copy of `model`, by least squares, in place. `kept` has the heads that
+    remain in each attention module, by path. The targets are the outputs of the same projections in `model`. All shapes
+    stay the same: the input columns of all other heads become 0, which has the same effect as their removal. Both
+    models must be in evaluation mode.
     """
     modules = {path: head_module(model, path) for path in kept}
     check_parameters(changed, list(modules.values()))
@@ -78,8 +78,8 @@ def reconstruct(
 def _in_order_of_runs(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return the paths of attention modules in the order in which the model runs them. The batch on which most modules
-    run decides the order; modules that run on other batches alone come last.
+    """Return the paths of attention modules in the order in which the model runs them, on the batch on which most of
+    these modules run. Modules that do not run on this batch come last.
     """
     orders: list[list[str]] = []
     paths_of: dict[str, list[str]] = {}

@@ -34,9 +34,9 @@ batch. If the sequences of a projection's input are unknown, there is one entry 
 def projection_inputs(
     model: nn.Module, paths: Collection[str], batch: Mapping[str, Any]
 ) -> Iterator[dict[str, list[SequenceVectors]]]:
-    """Record the inputs of the output projections at some paths while the context is open. Yield a dictionary from each
-    path to one entry per sequence and call of the projection. Tokens that the batch's masks state as padding are left
-    out.
+    """Record the inputs of the output projections at some paths while the context is open. Yield a dictionary with a
+    list for each path. The list has one entry per sequence and call of the projection. Tokens that the batch's masks
+    state as padding are left out.
     """
     recorded: dict[str, list[SequenceVectors]] = {path: [] for path in paths}
 
@@ -52,8 +52,8 @@ def projection_slopes(
     model: nn.Module, paths: Collection[str], batch: Mapping[str, Any]
 ) -> Iterator[dict[str, list[list[SequenceVectors]]]]:
     """Record the gradients of the outputs of the projections at `paths`, in backward passes while the context is open.
-    Yield a dictionary from each path to a list with one item per call of the projection. Each item is a list with one
-    entry per sequence; it is empty if the backward pass does not reach the call.
+    Yield a dictionary with a list for each path. The list has one item per call of the projection. The item is a list
+    with one entry per sequence; it is empty if the backward pass does not reach the call.
     """
     recorded: dict[str, list[list[SequenceVectors]]] = {path: [] for path in paths}
 
@@ -139,7 +139,7 @@ def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batc
 
 def stated_padding(shape: Sequence[int], batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
     """Return the batch's padding mask of the shape `shape`, True for tokens that are not padding. Return None if no
-    mask has this shape, and raise `InputError` if several different ones have it.
+    mask has this shape. Raise `InputError` if several masks have this shape and differ.
     """
     masks = {name: mask for name, mask in padding_masks(batch).items() if mask.shape == tuple(shape)}
     if not masks:

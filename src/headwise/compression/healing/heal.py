@@ -167,8 +167,8 @@ def _settings(
 
 
 def _require_trainable(model: Any, teacher: Any) -> None:
-    """Raise `InputError` if a model has no trainable weights in float32 or float64, or if trainable weights share
-    memory with weights of the teacher.
+    """Raise `InputError` if a model has no trainable weights, or if a trainable weight is neither float32 nor float64.
+    Also raise it if trainable weights of the model share memory with weights of the teacher.
     """
     require_module(model)
     if not isinstance(teacher, nn.Module):

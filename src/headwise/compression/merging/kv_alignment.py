@@ -54,8 +54,8 @@ class Freedom:
     signs: bool = False
 
     def nearest(self, product: Float[Tensor, "width width"]) -> Float[Tensor, "width width"]:
-        """Return the matrix R of the set that maximises `trace(R^T product)`. For `product = E[y x^T]`, R also
-        minimises `E|y - R x|^2` (orthogonal Procrustes problem, Schönemann 1966).
+        """Return the matrix R in this set of orthogonal matrices that maximises `trace(R^T product)`. For `product =
+        E[y x^T]`, R also minimises `E|y - R x|^2` (orthogonal Procrustes problem, Schönemann 1966).
         """
         matrix = torch.eye(self.width, dtype=product.dtype, device=product.device)
         if self.pairs:
@@ -110,8 +110,8 @@ def key_freedom(model: nn.Module, module: HeadModule) -> Freedom:
 
 
 def _rotary_freedom(width: int, rotated: int, *, interleaved: bool, signs: bool) -> Freedom:
-    """Return the orthogonal matrices that commute with a rotary position embedding of the first `rotated` of `width`
-    features.
+    """Return the set of orthogonal matrices (a `Freedom`) that commute with a rotary position embedding of the first
+    `rotated` of `width` features. If `signs` is true, the matrices may change signs only.
     """
     half = rotated // 2
     pairs = [(2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half) for pair in range(half)]

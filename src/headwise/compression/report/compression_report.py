@@ -205,8 +205,8 @@ class _Parts:
         return [*rows, ReportRow.of_sizes("weights", "bytes", *map(weight_bytes, self._models))]
 
     def caches(self) -> list[ReportRow]:
-        """Return the report rows of the bytes of key/value caches, measured after decoding. There is a row of the bytes
-        per token if both caches grow by the same number of bytes for each token.
+        """Return the report rows of the bytes of key/value caches, measured after decoding. If the cache of each model
+        grows by a constant number of bytes per token, there is also a row of the bytes per token.
         """
         if not self._decodes:
             return []
@@ -330,8 +330,9 @@ def losses_of(
 
 @torch.no_grad()
 def output_cosines(models: ModelPair, data: ReportData) -> list[float]:
-    """Return, for each example, the cosine between the outputs of both models. An output is a tensor `(batch, width)`,
-    or the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych 2019, section 3).
+    """Return the cosine between the outputs of both models for each example. The output for an example is the vector
+    that the model returns, or the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych
+    2019, section 3).
     """
     cosines: list[float] = []
     for batch in data.batches:

@@ -147,9 +147,9 @@ class LeastSquaresScores:
         return [scores[unit] for unit in units]
 
     def candidates(self) -> list["LeastSquaresScores"]:
-        """Return these scores and alternative scores from the same data; `plan_pruning` makes a plan from each of them.
-        The alternatives assume that output projections keep their weights: the first weighs tokens by derivatives, and
-        the second weighs all tokens equally. Scores with a loss have no alternatives.
+        """Return these scores and alternative scores from the same data; `plan_pruning` makes a pruning plan from each
+        of them. The alternative scores assume that output projections keep their weights. They weigh tokens by
+        derivatives, or all tokens equally. Scores with a loss have no alternatives.
         """
         if self.is_comparable:
             return [self]

@@ -50,7 +50,7 @@ def _classes() -> tuple[Any, Any]:
 
         def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
             """Add keys and values of new tokens to a layer, as `DynamicCache` does. Raise `InputError` if the previous
-            forward pass was interrupted before all layers stored its tokens.
+            forward pass was interrupted, so that some layers did not store its tokens.
             """
             if layer_idx == self.attention_layers[0]:
                 layers = [self.layers[layer] for layer in self.attention_layers]
@@ -115,8 +115,8 @@ class StreamingStorage:
         return self._pending is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hold keys and values of new tokens until `join` stores them. Return placeholder tensors in the shape of all
-        keys and values.
+        """Store the keys and values of new tokens temporarily, until `join` adds them to the cache. Return placeholder
+        tensors in the shape of all keys and values.
         """
         owner = self._owner()
         attention: Any = None if owner is None else module_attentions.get(owner)
