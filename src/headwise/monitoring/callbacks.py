@@ -75,8 +75,7 @@ class TrainingCallback:
         return self._monitor
 
     def close(self) -> None:
-        """Stop observing the training, and release the run folder. A call after the end of the training has no effect.
-        """
+        """Stop observing the training, and release the run folder. If the training has ended, nothing happens."""
         if self._monitor is not None and self._is_open:
             self._is_open = False
             self._monitor.__exit__(None, None, None)

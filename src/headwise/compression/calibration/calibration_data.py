@@ -112,7 +112,7 @@ def heads_of_each_batch(model: nn.Module, batches: Sequence[dict[str, Any]]) -> 
 
 
 def _run(model: nn.Module, batches: Sequence[dict[str, Any]], registry: "_Survey") -> None:
-    """Run a model on batches. The interceptor `registry` records which attention modules run on each batch."""
+    """Run a model on batches, while the interceptor `registry` records which attention modules run on each batch."""
     bar = progress_bar("calibration", len(batches), "batches")
     with intercepted(model, registry), torch.no_grad(), bar as progress:
         for batch in progress.track(batches, step=1):

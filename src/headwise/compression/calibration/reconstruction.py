@@ -128,8 +128,9 @@ def columns_of_heads(module: HeadModule, heads: Sequence[int]) -> Int[Tensor, " 
 def fit_projection(
     model: nn.Module, module: HeadModule, kept: Sequence[int], moments: FoldedMoments, left_out: int | None = None
 ) -> None:
-    """Fit the output projection of an attention module, in place, to the targets in `moments`. The columns of heads
-    that are not in `kept` become 0. The fit does not use the fold `left_out`, if one is stated.
+    """Fit the output projection of an attention module, in place, to the target outputs, of which `moments` has sums
+    over tokens. The columns of heads that are not in `kept` become 0. The fit does not use the cross-validation fold
+    `left_out`, if one is stated.
     """
     weight, bias = output_weight(model, module), getattr(model.get_submodule(module.output), "bias", None)
     columns = columns_of_heads(module, kept)
@@ -149,9 +150,9 @@ _DID_NOT_RUN = object()
 
 
 def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[str]) -> str:
-    """Return the path of the transformer layer that contains the attention module at `path`. It is the outermost item
-    of a `ModuleList` or `Sequential` in which several items contain attention modules (the paths in `sites`). If there
-    is no such `ModuleList` or `Sequential`, return `path`.
+    """Return the path of the transformer layer that contains the attention module at `path`. The layer is the outermost
+    item of a `ModuleList` or `Sequential` in which several items contain attention modules (the paths in `sites`). If
+    there is no such `ModuleList` or `Sequential`, return `path`.
     """
     parts = path.split(".")
     for stop in range(1, len(parts) + 1):

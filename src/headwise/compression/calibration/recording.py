@@ -77,9 +77,9 @@ def _projection_calls(
     batch: Mapping[str, Any],
     on_call: Callable[[str, _Division, Tensor, Tensor], Tensor | None],
 ) -> Iterator[None]:
-    """Call `on_call` after each forward pass of an output projection while the context is open. Its arguments are the
-    path, a function that divides token vectors by sequence, the input, and the output. If `on_call` returns a tensor,
-    this tensor replaces the output.
+    """Call `on_call` after each forward pass of an output projection while the context is open. The arguments of
+    `on_call` are the path of the projection, a function that divides token vectors by sequence, the input, and the
+    output. If `on_call` returns a tensor, this tensor replaces the output.
     """
     lengths: dict[str, Tensor] = {}
     sequences = count_sequences_and_tokens(batch)[0]

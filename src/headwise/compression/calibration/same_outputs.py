@@ -114,8 +114,8 @@ def outputs_of(
 
 
 def require_same(model: nn.Module, expected: Outputs, found: Outputs, claim: str) -> None:
-    """Raise `InputError` if outputs of a changed model differ from the expected ones by more than rounding. The error
-    names the first module that differs.
+    """Raise `InputError` if the outputs of a changed model, `found`, differ from the `expected` outputs by more than
+    rounding. The error names the first module whose outputs differ.
 
     Two outputs agree if the relative difference of nine tenths of the tokens is at most the square root of the rounding
     error of the model's dtype; of three quarters in 16 bits. Not of all, because rounding may send tokens to another

@@ -72,8 +72,8 @@ class HealingOptions:
         whole_number("seed", self.seed, least=0, most=LARGEST_SEED)
 
     def rate_factor(self, step: int) -> float:
-        """Return the learning rate of a step as a share of the peak rate. It rises linearly during warmup, and then
-        falls along half a cosine.
+        """Return the learning rate of a training step as a share of the peak rate. The rate rises linearly during
+        warmup, and then falls along half a cosine.
         """
         warmup = max(1, round(WARMUP * self.steps))
         if step < warmup:
@@ -233,8 +233,8 @@ class HealingFolder:
 
     @contextmanager
     def claimed(self, *, force: bool) -> Iterator[None]:
-        """Create the folder, and lock it while the context is open. With `force`, the files of an earlier run in it are
-        deleted; otherwise, a run with other settings raises an error.
+        """Create the folder, and lock it while the context is open. With `force`, the files of an earlier run in the
+        folder are deleted. Without it, an earlier run with other settings raises an error.
         """
         if self._folder is None:
             yield

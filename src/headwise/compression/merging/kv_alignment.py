@@ -54,8 +54,8 @@ class Freedom:
     signs: bool = False
 
     def nearest(self, product: Float[Tensor, "width width"]) -> Float[Tensor, "width width"]:
-        """Return the matrix R in this set of orthogonal matrices that maximises `trace(R^T product)`. For `product =
-        E[y x^T]`, R also minimises `E|y - R x|^2` (orthogonal Procrustes problem, Schönemann 1966).
+        """Return the matrix R in this set of orthogonal matrices that maximises `trace(R^T product)`. If `product` is
+        `E[y x^T]`, R also minimises `E|y - R x|^2` (orthogonal Procrustes problem, Schönemann 1966).
         """
         matrix = torch.eye(self.width, dtype=product.dtype, device=product.device)
         if self.pairs:
@@ -140,8 +140,8 @@ def align(products: Float[Tensor, "heads heads width width"], freedom: Freedom) 
 def agreement(
     products: Float[Tensor, "heads heads width width"], matrices: Float[Tensor, "heads width width"]
 ) -> float:
-    """Return `E|sum over heads of R_j x_j|^2` for the orthogonal matrices R_j and features x_j of the heads j. It is
-    larger when the aligned heads differ less.
+    """Return `E|sum over heads of R_j x_j|^2` for the orthogonal matrices R_j and features x_j of the heads j. This
+    number is larger when the aligned heads differ less.
     """
     return float(torch.einsum("iab,ijbc,jac->", matrices, products, matrices))
 
