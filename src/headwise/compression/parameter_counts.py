@@ -21,7 +21,7 @@ def count_parameters(model: nn.Module, paths: Sequence[str] = ("",)) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters of a model. Memory that several parameters share counts once."""
+    """Return the number of bytes of all parameters of a model. Memory that several parameters share is counted once."""
     return sum(count * size for count, size in _counts(model, ("",)))
 
 

@@ -209,7 +209,7 @@ class Study(Table[SettingRow]):
 
     @property
     def baseline(self) -> Setting | None:
-        """Head setting that the caller of the study stated as the present one, to which others are compared; None if
+        """Head setting that the caller of the study stated as the one in use now, to which others are compared; None if
         there is none.
         """
         return None if self.metadata["baseline"] is None else Setting(*self.metadata["baseline"])

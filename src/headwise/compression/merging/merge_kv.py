@@ -214,8 +214,8 @@ def _aligned(
 
 def _energies(model: nn.Module, module: HeadModule, queries: Float[Tensor, " heads"]) -> _HeadWeights:
     """Return the weights of all key heads and of all value heads for the method "weighted_mean". The weight of a key
-    head is the sum of `|q|^2` over its query heads, or the number of these query heads if the module normalises
-    queries. The weight of a value head is the squared norm of its columns of the output projection.
+    head is the sum of the squared query norms `|q|^2` over its query heads, or the number of these query heads if the
+    module normalises queries. The weight of a value head is the squared norm of its columns of the output projection.
     """
     heads, attention = module.num_kv_heads, model.get_submodule(module.path)
     if (family := family_of(attention)) is not None and family.norms(attention):

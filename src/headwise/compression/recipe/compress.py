@@ -294,8 +294,9 @@ class _Run:
         return loaded
 
     def _pruned(self, model: nn.Module) -> nn.Module:
-        """Return the pruned model. The pruning plan is the one in the output folder, otherwise the one that the recipe
-        names, otherwise a new one, which is saved.
+        """Return the pruned model. It is pruned by the plan in the output folder or, if there is none, by the plan that
+        the recipe names. If the recipe names no plan either, a new plan is made. In each case, the plan is saved in the
+        output folder.
         """
         section, path = self._inputs.recipe.prune, self._folder / PLAN
         assert section is not None  # the recipe has this step
@@ -345,8 +346,8 @@ class _Run:
 
 def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | None, batch: Mapping[str, Any]) -> None:
     """Load a saved model, and raise `InputError` if it differs from the model in memory: in its weights, or in its
-    outputs on a batch by more than rounding. Plain `transformers` loads it, unless its configuration lists the
-    remaining heads: then `headwise.load` does.
+    outputs on a batch by more than rounding. If the configuration of the saved model lists the remaining heads,
+    `headwise.load` loads it; otherwise, plain `transformers` does.
     """
     loaded = find_model(str(folder)).model(lm_head).to(device_of(model))
     expected, weights = model.state_dict(), loaded.state_dict()

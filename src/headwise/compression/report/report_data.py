@@ -133,7 +133,7 @@ def decode(model: nn.Module, ids: Int[Tensor, "batch tokens"], cache: Any = None
 @torch.no_grad()
 def why_not_decoded(model: Any, ids: Int[Tensor, " tokens"] | None) -> str | None:
     """Return the reason, for display, why a model cannot decode tokens with a key/value cache; None if it can. The
-    model is tried on `ids`, which are None if the data are not token ids alone.
+    model is tried on the token ids `ids`. They are None if the data contain more than token ids.
     """
     name = type(model).__name__
     if is_encoder_decoder(model):
