@@ -21,7 +21,7 @@ def count_parameters(model: nn.Module, paths: Sequence[str] = ("",)) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters of a model. Memory that several parameters share counts once."""
+    """Return the number of bytes of all parameters of a model. Memory that several parameters share is counted once."""
     return sum(count * size for count, size in _counts(model, ("",)))
 
 
@@ -33,8 +33,9 @@ def parameters_before_and_after(dense: nn.Module, smaller: nn.Module) -> dict[st
 
 
 def _counts(model: nn.Module, paths: Sequence[str]) -> list[tuple[int, int]]:
-    """Return a pair for each memory storage that has parameters of the modules at `paths`: the number of its elements
-    that are used, each counted once, and the bytes of one element.
+    """Return a pair of numbers for each memory storage that contains parameters of the modules at `paths`: how many of
+    its elements these parameters use, and the bytes of one element. An element that several parameters share counts
+    once.
     """
     stored: dict[tuple[int, int], dict[int, nn.Parameter]] = {}
     for path in paths:

@@ -97,7 +97,7 @@ def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
 
 def _options_and_parameters(block: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return two dicts for an attention block of `transformers`. The first has the constructor arguments of a
-    `MultiHeadAttention` that computes the same. The second has the block's parameters, by the name of the
+    `MultiHeadAttention` that computes the same as the block. The second has the block's parameters, by the name of the
     `MultiHeadAttention` parameter with the same values. Raise `InputError` for a block of an unknown class or without
     an expected attribute.
     """
@@ -211,8 +211,8 @@ def _rotary(family: Family, attention: Any, head_dim: int) -> Rotary | None:
 
 def _scaling(kind: str, parameters: dict[str, Any], longest: int) -> Scaling:
     """Return the scaling of rotary frequencies for a `rope_type`, from the `rope_parameters` of a configuration.
-    `longest` is its `max_position_embeddings`. It is used as the context length, in tokens, of the training before the
-    context was extended, if the parameters do not state that length.
+    `longest` is the configuration's `max_position_embeddings`. If the parameters do not state the context length of the
+    original training, in tokens, `longest` is used as this length.
     """
     if kind == "linear":
         return LinearScaling(parameters["factor"])

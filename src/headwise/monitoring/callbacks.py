@@ -75,7 +75,7 @@ class TrainingCallback:
         return self._monitor
 
     def close(self) -> None:
-        """Stop observing the training, and release the run folder. This has no effect if the training has ended."""
+        """Stop observing the training, and release the run folder. If the training has ended, nothing happens."""
         if self._monitor is not None and self._is_open:
             self._is_open = False
             self._monitor.__exit__(None, None, None)
@@ -92,7 +92,7 @@ class TrainingCallback:
         self._is_open = True
 
     def _step(self) -> dict[str, float]:
-        """End a step of the monitor, and return the numbers to log, by name. They are empty if the step was not
+        """End a step of the monitor, and return the numbers to log, by name. The dict is empty if the step was not
         observed.
         """
         if self._monitor is None or not self._is_open:
@@ -157,9 +157,9 @@ class MonitorCallback(TrainingCallback):
         self.close()
 
     def _logging_callbacks(self) -> list[Any]:
-        """Return the trainer's other callbacks that log numbers. Those that print are left out, since the numbers of
-        all layers would fill the terminal. The list is read from the stack frame of the caller, since the trainer does
-        not pass it.
+        """Return the trainer's other callbacks that log numbers, except those that print: the numbers of all layers
+        would fill the terminal. The trainer does not pass its callbacks to this one, so they are read from the stack
+        frame of the caller.
         """
         frame = sys._getframe(1)
         while frame is not None:
@@ -269,7 +269,8 @@ class LightningMonitor(TrainingCallback):
 
 def _object_with_bases(derived: type, bases: tuple[type, ...]) -> Any:
     """Return an object of class `derived` that is also an instance of `bases`, classes of an optional training library.
-    Its class is created here, with the name of `derived`, unless `derived` is a subclass of the first base already.
+    If `derived` is not a subclass of the first base, a class with the same name is created that inherits from `derived`
+    and `bases`.
     """
     if issubclass(derived, bases[0]):
         return object.__new__(derived)
@@ -283,8 +284,9 @@ def step_scalars(
     history: History, step: int, alarms: Sequence[Alarm], log_heads: int | tuple[tuple[int, int], ...]
 ) -> dict[str, float]:
     """Return the numbers to log for an observed step, by name: summaries of each layer, values of single heads, and the
-    number of alarms. Values are logged for the heads in `log_heads` and for the heads of the first 32 alarms. A number
-    n as `log_heads` stands, for each statistic, for the n heads that changed most since the first observed step.
+    number of alarms. Values are logged for the heads in `log_heads` and for the heads of the first 32 alarms. If
+    `log_heads` is a number n, the n heads that changed most since the first observed step are chosen for each
+    statistic.
 
     - `heads/<layer>/<statistic>_mean`, `_min` and `_max`: over the heads of a layer with a finite value.
     - `heads/<layer>/<statistic>_nonfinite`: number of heads of a layer without one, if there are some.

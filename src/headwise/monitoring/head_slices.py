@@ -76,7 +76,7 @@ HeadSlices = tuple[tuple[HeadSlice, ...], ...]
 
 def is_known(module: nn.Module) -> bool:
     """Return True if the class of an attention module is enough to find its query and key projections, or to state why
-    its logits do not scale with them. Otherwise the projections must be found by a run of the module.
+    its attention logits do not scale with them. Otherwise the module must be run to find the projections.
     """
     package, is_named = type(module).__module__.partition(".")[0], family_of(module) is not None
     return package == "headwise" or (package in ("torch", "transformers") and is_named) or bool(_why_not(module))
@@ -244,8 +244,8 @@ def _is_linear_map(module: nn.Module) -> bool:
 
 @contextmanager
 def _halved(features_of: Iterable[tuple[Tensor, int, Sequence[int]]]) -> Iterator[None]:
-    """Context manager within which some features of parameters, along the stated axis of each, are multiplied by 1/2.
-    They are restored at the end.
+    """Context manager within which some features of parameters are multiplied by 1/2. Each item of `features_of` states
+    a parameter, an axis, and the features along this axis. The parameters are restored at the end.
     """
     saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
     try:
@@ -261,8 +261,9 @@ def _halved(features_of: Iterable[tuple[Tensor, int, Sequence[int]]]) -> Iterato
 
 @torch.no_grad()
 def _scales(projection: Any, slices_of: Mapping[str, Sequence[HeadSlice]]) -> bool:
-    """Return True if halving slices of a projection's parameters halves the output features of these slices, for random
-    inputs, and changes no others. `slices_of` has the slices by parameter name; they are restored afterwards.
+    """Halve slices of a projection's parameters, and run the projection on random inputs. Return True if the output
+    features of these slices are halved, and no others change. `slices_of` has the slices by parameter name; the
+    parameters are restored afterwards.
     """
     weight, axis = projection.weight, slices_of["weight"][0].axis
     generator = torch.Generator().manual_seed(0)
@@ -416,7 +417,7 @@ def _of_module(
 
 def _rows_of_heads(path: str, module: nn.Module, logits: Callable[[], Tensor]) -> list[tuple[Rows, Rows]]:
     """Return, for each head, the output features of linear maps that compute its query, and those that compute its key.
-    They are found by derivatives of one logit of the head.
+    The features are found by derivatives of one attention logit of the head.
     """
     outputs: dict[str, Tensor] = {}
 
@@ -449,8 +450,8 @@ def _rows_of_heads(path: str, module: nn.Module, logits: Callable[[], Tensor]) -
 
 
 def _only_at(slopes: Mapping[str, Tensor], token: int) -> Rows:
-    """Return, for each linear map, the output features whose derivatives are nonzero at the token `token` alone. Maps
-    without such features are left out.
+    """Return, for each linear map, the output features whose derivatives are nonzero at the token `token` and 0 at all
+    other tokens. Maps without such features are left out.
     """
     features = {}
     for name, slope in slopes.items():
@@ -465,15 +466,18 @@ def _only_at(slopes: Mapping[str, Tensor], token: int) -> Rows:
 
 
 def _own(rows: Sequence[Rows]) -> list[Rows]:
-    """Return the features of each head, in those linear maps where no feature belongs to two heads."""
+    """Return the output features of linear maps that belong to each head. A linear map is left out if one of its
+    features belongs to two heads.
+    """
     counts = Counter((name, feature) for of_head in rows for name, own in of_head.items() for feature in own)
     shared = {name for (name, _), number in counts.items() if number > 1}
     return [{name: features for name, features in of_head.items() if name not in shared} for of_head in rows]
 
 
 def _require_halved(path: str, module: nn.Module, before: Tensor, after: Tensor, head: int) -> None:
-    """Raise `InputError` unless all logits of one head are halved from `before` to `after`, and those of other heads
-    are unchanged. Logits of keys that a mask hides may stay the same.
+    """Compare attention logits before and after the projections of one head are halved. Raise `InputError` unless all
+    logits of this head are halved, and those of other heads are unchanged. Logits of keys that a mask hides may stay
+    the same.
     """
     own, halved = before[:, head], after[:, head]
     is_scaled = (halved == own * 0.5) | ((halved == own) & ((own < HIDDEN) | own.isinf()))

@@ -130,8 +130,8 @@ class History:
         self._rows[step], self.latest = rows, step
 
     def abandon(self, step: int) -> None:
-        """Remove all steps from `step` on from the history, since a resumed training makes them again. Their files are
-        moved to another folder.
+        """Remove the step `step` and all later steps from the history, since a resumed training repeats them. The files
+        of these steps are moved to another folder.
         """
         for number in [each for each in self.steps if each >= step]:
             if self.folder is not None:

@@ -48,9 +48,9 @@ class TrainingObserver(StatisticsObserver):
         self.inputs: Mapping[str, Any] | None = None
 
     def on_model_call(self) -> None:
-        """Start a forward pass of the model in this thread, and add the sequences of the previous pass to the number
-        that each module has observed. They are added only now, since a module may attend several times to the same
-        sequences in one pass.
+        """Start a forward pass of the model in this thread. Add the sequences of the previous pass to the number that
+        each module has observed. The sequences are added after the pass, since a module may attend several times to the
+        same sequences in one pass.
         """
         super().on_model_call()
         self._observed_sequences.update(vars(self._of_thread).pop("sequences", {}))
@@ -252,8 +252,8 @@ class Monitor:
             self._of_run.close()
 
     def step(self) -> list[Alarm]:
-        """Record that a training step ended, and return its alarms: statistics of heads outside of the limits. Call it
-        once after each step of the optimizer.
+        """Record that a training step ended, and return its alarms: statistics of heads outside of the limits. Call
+        this method once after each step of the optimizer.
 
         Raises:
             InputError: the monitor is not entered; the step was to be observed, and no attention of the model was seen

@@ -57,8 +57,8 @@ def qk_clip(
     inputs: Mapping[str, Any] | Tensor | None = None,
 ) -> list[ClippedHead]:
     """Reduce the largest attention logit of each head to at most a threshold (QK-clip, Kimi Team 2025, section 2.1).
-    The head's query projection, and its key projection unless heads share it, are scaled in place. Heads below the
-    threshold are unchanged. Call it after the step of the optimizer.
+    The head's query projection, and its key projection unless heads share it, are scaled in place. Heads whose largest
+    logit is below the threshold are unchanged. Call this function after each step of the optimizer.
 
     With S_h the largest logit of head h, its logits are multiplied by gamma_h = threshold / S_h if that is below 1:
 
@@ -214,8 +214,8 @@ def _slices_of_modules(
     model: nn.Module, head_logits: Iterable[ClippedHead], inputs: Any, *, is_complete: bool
 ) -> dict[str, HeadSlices]:
     """Return the slices of parameters that compute each head's query and key, by the path of the attention module. For
-    modules of unknown classes, they are derived from a run on `inputs`. With `is_complete`, `head_logits` contains all
-    heads of each module.
+    modules of unknown classes, the slices are derived from a run on `inputs`. `is_complete` states that `head_logits`
+    contains all heads of each module.
     """
     heads_of: dict[str, set[int]] = {}
     for each in head_logits:

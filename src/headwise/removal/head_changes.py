@@ -11,8 +11,9 @@ from headwise.shapes import Float
 
 
 def check_parameters(model: nn.Module, modules: Sequence[HeadModule]) -> None:
-    """Raise `InputError` if the heads of attention modules cannot be changed in place. This is so if a parameter has
-    other sizes than its heads imply, is quantised, or is shared by several modules.
+    """Raise `InputError` if the heads of attention modules cannot be changed in place. Parameters prevent a change in
+    place if their sizes differ from those that the heads imply, if they are quantised, or if several modules share
+    them.
     """
     owner_of: dict[int, str] = {}
     for module in modules:
@@ -27,8 +28,9 @@ def check_parameters(model: nn.Module, modules: Sequence[HeadModule]) -> None:
 
 
 def reorder_heads(model: nn.Module, module: HeadModule, kv_order: Sequence[int]) -> None:
-    """Reorder the key/value heads of an attention module in place, together with their query heads and output columns.
-    `kv_order[i]` is the present number of the head that moves to place i. The output of the module does not change.
+    """Reorder the key/value heads of an attention module in place, together with their query heads and the columns of
+    the output projection. `kv_order[i]` is the present number of the head that moves to place i. The output of the
+    module does not change.
     """
     group = module.num_heads // module.num_kv_heads
     query_order = [kv * group + member for kv in kv_order for member in range(group)]
@@ -47,8 +49,8 @@ def multiply_features(
 ) -> None:
     """Multiply the keys and values of each key/value head by orthogonal matrices, in place, by changes of the
     projections. Queries are multiplied by the matrix of their keys. Columns of the output projection are multiplied by
-    the inverse of the matrix of their values. For matrices in `key_freedom` and `value_freedom`, the module's output
-    stays the same.
+    the inverse of the matrix of their values. The module's output stays the same if the matrices belong to the sets
+    that `key_freedom` and `value_freedom` return.
     """
     group = module.num_heads // module.num_kv_heads
     matrices: dict[HeadPart | None, Tensor] = {
@@ -70,8 +72,8 @@ def average_heads(
     key_weights: Float[Tensor, "groups members"],
     value_weights: Float[Tensor, "groups members"],
 ) -> None:
-    """Replace the key and value projections of each head by a weighted mean over a group of consecutive heads, in
-    place. The heads of a group become equal. The weights of each group sum to 1.
+    """Replace the key and value projections of each key/value head by a weighted mean over a group of consecutive
+    heads, in place. All heads of a group then have equal projections. The weights of each group sum to 1.
     """
     weights: dict[HeadPart | None, Tensor] = {"key": key_weights, "value": value_weights}
 

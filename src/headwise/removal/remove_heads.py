@@ -23,8 +23,8 @@ heads, among those of the dense model."""
 def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads], *, may_record: bool = True) -> None:
     """Remove all heads except those in `kept` from attention modules of a model, in place. The usual fields of the
     model's configuration then state the remaining heads. If these fields cannot state them, an additional field, the
-    record, lists them. `InputError` is raised instead if `may_record` is False, or if a module reads its number of
-    heads from the configuration.
+    record, lists them. If `may_record` is False, or if a module reads its number of heads from the configuration,
+    `InputError` is raised instead of adding the record.
     """
     if hasattr(getattr(model, "config", None), RECORD):
         expected = "one without removed heads that its configuration records"
@@ -106,7 +106,8 @@ def _remove(model: nn.Module, kept: Mapping[str, KeptHeads]) -> dict[str, HeadMo
 
 def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
     """Prepare T5 stacks, in which the first attention module computes the relative position bias for all modules. If
-    different heads will remain in the modules of a stack, each module gets a bias table of its own.
+    different heads will remain in the modules of a stack, each module gets its own copy of the bias table, and computes
+    its own bias.
     """
     modules_of_stack: dict[tuple[str, str], dict[str, Any]] = {}
     for path, module in model.named_modules():
@@ -129,8 +130,8 @@ def _separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
 
 
 def _ignore_bias(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook that removes the argument `position_bias`, which the previous module computed, so that the
-    module computes its own.
+    """Forward pre-hook of an attention module. It removes the argument `position_bias`, the bias that the previous
+    module computed, so that the module computes its own bias.
     """
     return arguments, {**named, "position_bias": None}
 
@@ -159,7 +160,7 @@ def _own_fields(
 
 
 def _part(config: Any, name: str) -> Any:
-    """Return the part of a configuration with this name, or the configuration itself if the name is empty."""
+    """Return the part of a configuration that is called `name`, or the configuration itself if `name` is empty."""
     return getattr(config, name) if name else config
 
 
@@ -188,8 +189,8 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 def loader_of(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> str:
     """Return the name of the package that can load the model after it is saved with the query heads `kept` alone (by
-    module path). This is "transformers" if its configuration can state them in its own fields, otherwise "headwise".
-    Return "none" for a model that is not of `transformers`.
+    module path). The name is "transformers" if the usual fields of the model's configuration can state these heads,
+    otherwise "headwise". It is "none" for a model that is not of `transformers`.
     """
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return "none"
@@ -208,8 +209,9 @@ def has_record(config: Any) -> bool:
 
 def class_of_saved(loader: Any, config: Any) -> Any:
     """Return the class whose `from_pretrained` loads a saved model with this configuration. It is `loader`, a model
-    class or auto class of `transformers`, unless the configuration lists the heads that remain. Then it is a subclass
-    that removes the other heads before the weights are loaded; the loaded model is an object of the original class.
+    class or auto class of `transformers`, unless the configuration lists the heads that remain. In that case, it is a
+    subclass that removes the other heads before the weights are loaded. The loaded model is still an object of the
+    original class.
     """
     if not has_record(config):
         return loader

@@ -9,8 +9,9 @@ from headwise.errors import InputError
 
 
 def with_own_layers(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in which `headwise.compat.MultiheadAttention` replaces torch's attention layer, with the
-    same outputs. It shares all parameters and buffers with `model`. Return `model` itself if it has no such layer.
+    """Return a copy of a model in which each `torch.nn.MultiheadAttention` is replaced by headwise's layer,
+    `headwise.compat.MultiheadAttention`. The copy has the same outputs, and shares all parameters and buffers with
+    `model`. A model without such layers is returned unchanged, not copied.
     """
     if not any(type(module) is nn.MultiheadAttention for module in model.modules()):
         return model

@@ -234,8 +234,8 @@ class ClassifierHead(nn.Module):
 
 
 def decode_speed(model: Transformer, context: int) -> float:
-    """Return the decoding speed in tokens per second: 1 / the median time of 48 steps that each decode one token, after
-    `context` tokens in the cache.
+    """Return the decoding speed in tokens per second: 1 divided by the median time of 48 steps. The steps decode one
+    token each, and the cache contains `context` tokens before the first step.
     """
     device = device_of(model)
     ids = torch.arange(context, device=device)[None] % model.shape.vocabulary

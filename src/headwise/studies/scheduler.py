@@ -79,9 +79,9 @@ def make_plan(
     definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget, seconds_spent: Callable[[], float]
 ) -> StudyPlan:
     """Return the plan of a study: the number of steps of each training, and expected durations. With a time limit, a
-    few steps are timed for each head setting. The number of steps is the one in the budget; without one, it is the
-    largest for which the study ends in time, up to four passes over the training batches. Raise `InputError` if the
-    limit is too short.
+    few steps are timed for each head setting. If the budget does not state the number of steps, it is the largest for
+    which the study ends in time, up to four passes over the training batches. Raise `InputError` if the time limit is
+    too short.
     """
     limit, corpus = budget.seconds, definition.corpus
     step_seconds, judge_seconds, more_seconds, parameters = {}, {}, {}, {}
@@ -128,7 +128,7 @@ def duration_estimate(finished: Iterable[FinishedTrial], plan: StudyPlan) -> Cal
     """Return a function that predicts the seconds of a trial (one training). The prediction is the planned seconds,
     times the median slowdown of similar finished trials that were not stopped early. A slowdown is the measured time
     divided by the planned time. Similar trials have the same head setting and kind (learning-rate trial or final
-    training). If there are none, trials of the same kind are used, otherwise all.
+    training). If no similar trial has finished, all trials of the same kind are used, or else all trials.
     """
 
     def groups(key: TrialKey) -> tuple[Any, ...]:
@@ -149,8 +149,8 @@ def duration_estimate(finished: Iterable[FinishedTrial], plan: StudyPlan) -> Cal
 
 def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], budget: StudyBudget) -> TrialKey | None:
     """Return the trial (one training) that this process should run next, or None if none can start now. Learning-rate
-    trials come first, then final trainings with the best learning rates. The search ends for all processes when the
-    budget allows no further trial, or the remaining time is needed for the final trainings.
+    trials come first, then final trainings with the best learning rates. The search for learning rates ends for all
+    processes when the budget allows no further trial, or when the remaining time is needed for the final trainings.
     """
     running, finished, spent = store.running(), store.finished(), store.seconds_spent()
     claimed = running | {trial.key for trial in finished}
@@ -160,9 +160,9 @@ def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], 
     reserved = RESERVE * sum(expected_seconds(key) for key in finals) / store.active_processes()
 
     def is_in_time(key: TrialKey) -> bool:
-        """Return True if the time limit allows a trial to start. A final training may be expected to end at most 5 %
-        after the limit. A learning-rate trial, except the first of a head setting, must leave enough time for the final
-        trainings.
+        """Return True if the time limit allows a trial to start. A final training may start if it is expected to end
+        before 105 % of the time limit. A learning-rate trial may start if enough time remains for the final trainings,
+        and always if it is the first of a head setting.
         """
         if budget.seconds is None:
             return True

@@ -106,8 +106,8 @@ class Space:
         return valid
 
     def left_out(self) -> tuple[str, ...]:
-        """Return a sentence for each invalid combination of heads, head dimension and key/value heads in the space,
-        which states why it is invalid. Equal sentences are returned once.
+        """Return sentences that state which combinations of heads, head dimension and key/value heads in the space are
+        invalid, and why. A sentence that applies to several combinations is returned once.
         """
         reasons = (self.why_not(setting) for setting in self._combinations())
         return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))

@@ -168,9 +168,9 @@ def run_study(
 
 @contextmanager
 def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Context manager that yields a function. If `shown`, this function updates the progress bar of a study. The bar
-    counts seconds if the budget has a time limit, otherwise finished trainings. At the end of the study, the bar is set
-    to full.
+    """Context manager that shows the progress of a study, if `shown`. It yields a function that updates the progress
+    bar. The bar counts seconds if the budget has a time limit, otherwise finished trainings. At the end of the study,
+    the bar is set to full.
     """
     limit = budget.seconds
     total = len(store.settings) * (budget.max_trials + budget.seeds) if limit is None else round(limit)

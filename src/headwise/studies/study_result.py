@@ -55,8 +55,8 @@ class Recommendation:
 
 def comparable(losses: Losses) -> dict[Setting, list[float]]:
     """Return, for each head setting, its held-out losses in the order of the seeds, for a paired comparison. Settings
-    without a loss, or with a loss that is not finite, are left out. A seed is left out too if one of the remaining
-    settings has no loss for it.
+    without a loss, or with a loss that is not finite, are left out. Only the seeds for which all remaining settings
+    have a loss are used.
     """
     finite = {setting: runs for setting, runs in losses.items() if runs and all(map(math.isfinite, runs.values()))}
     seeds = sorted(set.intersection(*(set(runs) for runs in finite.values()))) if finite else []
@@ -88,10 +88,10 @@ def significant_difference(losses: Losses) -> float:
 
 
 def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]) -> bool:
-    """Return True if a head setting with the statistics `one` dominates a head setting with the statistics `other`. It
-    dominates if it is at least as good in loss, time per step, decoding speed and cache size, and better in one of
-    them. Times and speeds count as equal within two standard errors of their difference. A statistic that one setting
-    lacks is ignored.
+    """Return True if a head setting with the statistics `one` dominates a head setting with the statistics `other`: it
+    is at least as good in loss, time per step, decoding speed and cache size, and better in one of them. Times and
+    speeds count as equal within two standard errors of their difference. A statistic that one of the settings lacks is
+    ignored.
     """
     better = False
     for name in (*LOWER_IS_BETTER, *HIGHER_IS_BETTER):
@@ -209,7 +209,7 @@ class Study(Table[SettingRow]):
 
     @property
     def baseline(self) -> Setting | None:
-        """Head setting that the caller of the study stated as the present one, to which others are compared; None if
+        """Head setting that the caller of the study stated as the one in use now, to which others are compared; None if
         there is none.
         """
         return None if self.metadata["baseline"] is None else Setting(*self.metadata["baseline"])
@@ -223,8 +223,8 @@ class Study(Table[SettingRow]):
 
     @property
     def frontier(self) -> tuple[Setting, ...]:
-        """Head settings on the Pareto frontier: those for which no other setting is at least as good in loss, time per
-        step, decoding speed and cache size, and better in one of them.
+        """Head settings on the Pareto frontier. A setting is on it if no other setting is at least as good in loss,
+        time per step, decoding speed and cache size, and better in one of them.
         """
         rows = [row for row in self.rows if row.statistics["loss"].n]
         return tuple(

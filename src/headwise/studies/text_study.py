@@ -128,7 +128,9 @@ def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOpti
         examples.append((torch.tensor(ids, dtype=torch.int64), classes.index(name)))
 
     def padded(group: Sequence[tuple[Tensor, int]]) -> dict[str, Any]:
-        """Return labelled texts as a batch: padded `input_ids`, `attention_mask`, and class numbers in `label`."""
+        """Return labelled texts as one batch: token ids padded to equal length (`input_ids`), `attention_mask`, and the
+        number of each text's class (`label`).
+        """
         sequences = [ids for ids, _ in group]
         ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -200,9 +202,9 @@ def study_texts(
     progress: bool = False,
     force: bool = False,
 ) -> Study:
-    """Train small transformers with different heads on a text, all with about the same number of parameters and with
-    the same number of steps. Return a table that compares their held-out losses. The table, a plot and the trained
-    models are saved in `out`.
+    """Train small transformers with different heads on a text. All have about the same number of parameters, and are
+    trained for the same number of steps. Return a table that compares their held-out losses. The table, a plot and the
+    trained models are saved in `out`.
 
     Args:
         data: file or folder: text, JSON lines, CSV or Parquet.

@@ -129,7 +129,7 @@ def train(
 ) -> TrainingResult:
     """Train a model in place for `steps` optimizer steps, with one batch per step in an order that depends on `seed`
     alone. Return the mean loss over the last tenth of the steps and the duration of each step. If the loss has a method
-    `reseeded`, as a masked-token loss has, it is reseeded with the number of each step.
+    `reseeded`, as a masked-token loss has, the loss is reseeded in each step with the number of the step.
     """
     whole_number("steps", steps, least=1)
     optimizer, device, order = recipe.optimizer(model), device_of(model), batch_order(len(batches), seed)
@@ -236,15 +236,15 @@ class StudyDefinition:
     def train(
         self, model: nn.Module, steps: int, rate: float, seed: int, after_step: Callable[[int], None]
     ) -> TrainingResult:
-        """Train a model on the study's training batches, with the study's loss and training recipe (see the function
-        `train`).
+        """Train a model on the study's training batches, with the study's loss and training recipe, by the function
+        `train`.
         """
         options: Any = {"steps": steps, "rate": rate, "seed": seed, "recipe": self.recipe, "after_step": after_step}
         return train(model, self.corpus.training, self.corpus.loss, **options)
 
     def fingerprint(self, budget: StudyBudget) -> dict[str, Any]:
         """Return plain JSON values, by name, that identify a study, such as hashes of its data and models. A stored
-        study is resumed only if they are equal.
+        study is resumed only if these values are equal to its own.
         """
         batches = (*self.corpus.training, {"": None}, *self.corpus.held_out)
         models = [self.build(setting, self.seed).named_parameters() for setting in self.settings]

@@ -194,8 +194,8 @@ class TrialStore:
         return max(1, len(active))
 
     def _sessions(self) -> list[Any]:
-        """Return the working time of each process as a list of its start and its last write, followed by "left" if it
-        has stopped.
+        """Return one list for each process: the times of its start and of its last write to the database, followed by
+        "left" if the process has stopped.
         """
         return [value for name, value in self._root.user_attrs.items() if name.startswith(SESSION)]
 
@@ -256,8 +256,8 @@ class TrialStore:
         errors: list[BaseException] = []
 
         def claim_and_run(trial: "optuna.Trial") -> float:
-            """Run an Optuna trial and return its loss. If another process has claimed the same trial, return NaN, so
-            that Optuna marks this one as failed.
+            """Run an Optuna trial and return its loss. If another process has already claimed the same training, return
+            NaN: Optuna then marks this trial as failed.
             """
             trial.set_user_attr(KEY, key.name)
             while others := [

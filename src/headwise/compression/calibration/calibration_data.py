@@ -80,8 +80,8 @@ def calibration_batches(model: nn.Module, calibration: Any) -> list[dict[str, An
 
 def heads_of_batches(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[ScoredHead, ...]:
     """Run a model on batches, and return the heads that compute attention on at least one batch, in the order of the
-    model. Raise `InputError` if the model treats tokens as padding that no padding mask of the batch marks. Sums over
-    tokens would include these tokens.
+    model. Raise `InputError` if the model hides tokens as padding that no padding mask of the batch marks, because
+    later sums over tokens would include these tokens.
     """
     needed = name_of_mask(model)
     for batch in batches:
@@ -112,7 +112,7 @@ def heads_of_each_batch(model: nn.Module, batches: Sequence[dict[str, Any]]) -> 
 
 
 def _run(model: nn.Module, batches: Sequence[dict[str, Any]], registry: "_Survey") -> None:
-    """Run a model on batches. The interceptor `registry` records which attention modules run on each batch."""
+    """Run a model on batches, while the interceptor `registry` records which attention modules run on each batch."""
     bar = progress_bar("calibration", len(batches), "batches")
     with intercepted(model, registry), torch.no_grad(), bar as progress:
         for batch in progress.track(batches, step=1):
@@ -147,9 +147,7 @@ class _Survey(SiteRegistry):
         self.sites_of_batches.append(set())
 
     def observe(self, call: Call) -> None:
-        """Record that an attention module runs on the present batch, and in which kind of attention (self- or
-        cross-attention).
-        """
+        """Record that an attention module runs on the current batch, and its kind of attention (self or cross)."""
         self.register(call)
         self.sites_of_batches[-1].add(call.site)
 

@@ -41,8 +41,8 @@ def token_weights(
     model: nn.Module, paths: Collection[str], batches: Sequence[dict[str, Any]]
 ) -> dict[str, TokenWeights | None]:
     """Return token weights for each output projection in `paths`, by path. The weight of a token estimates the mean
-    squared derivative of the model's output with respect to the projection's output at that token. None in place of the
-    weights stands for weights of 1: the derivatives are missing, not finite, or all 0.
+    squared derivative of the model's output with respect to the projection's output at that token. If the derivatives
+    are missing, NaN, infinite or all 0, the entry of the projection is None: each token has the weight 1.
 
     Warns:
         UserWarning: the model's output has no derivatives, so that all tokens have the weight 1.
@@ -69,8 +69,8 @@ def token_weights(
 
 
 def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tensor) -> Tensor | None:
-    """Return the token weights of one sequence in a batch. The argument `x` has the vectors that were recorded for the
-    tokens of this sequence. Return None if `weights` is None, which stands for weights of 1.
+    """Return the token weights of one sequence in a batch, or None if `weights` is None, which stands for weights of 1.
+    `x` has one vector per token of this sequence; if the number of weights differs, an error is raised.
     """
     if weights is None:
         return None
@@ -82,8 +82,8 @@ def weights_of(weights: TokenWeights | None, batch: int, sequence: int, x: Tenso
 
 
 def _backward(output: Any, batch: Mapping[str, Any]) -> str:
-    """Run the backward pass from a model's output, with a random tensor as the gradient of this output. Return "", or,
-    if the output has no derivatives, the reason as a text.
+    """Run the backward pass from a model's output, with a random tensor as the gradient of this output. Return an empty
+    text or, if the output has no derivatives, the reason.
     """
     logits, hidden = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
     tensors = [tensor for tensor in floating_tensors([logits, hidden, output]) if tensor.requires_grad]
@@ -127,7 +127,7 @@ def effects_on_loss(
     centre: Float[Tensor, " width"],
 ) -> Float[Tensor, " sequences"]:
     """Return the first-order change of the loss of each sequence if `left @ right` is added to the weight of the
-    projection. The bias changes such that the input `centre` keeps its output.
+    projection. The bias is changed too, such that the projection's output for the input `centre` stays the same.
     """
     of_weight, of_bias = gradients
     left, right, centre = (each.to(of_weight) for each in (left, right, centre))

@@ -66,8 +66,8 @@ class OutputMoments:
         y: Float[Tensor, "tokens out"],
         weights: Float[Tensor, " tokens"] | None = None,
     ) -> "OutputMoments":
-        """Return the sums over tokens with inputs `x` and target outputs `y`. Each token has the weight 1 by
-        default.
+        """Return the sums, over tokens, of the inputs `x`, the target outputs `y` and their products. Each token has
+        the weight 1 by default.
         """
         x, y = x.double(), y.double()
         weights = x.new_ones(len(x)) if weights is None else weights.double()
@@ -143,9 +143,9 @@ class WeightChange(NamedTuple):
     centre: Float[Tensor, " width"]
 
     def added_error(self, residual: Float[Tensor, "out width"], moments: OutputMoments) -> float:
-        """Return by how much this change of a projection increases its squared error, summed over tokens. `residual` is
-        the sum over tokens of `r (x - centre)^T`, where x is the input of the projection, and r is the target minus the
-        output before the change.
+        """Return how much this change of a projection's weight and bias increases the squared error of its outputs,
+        summed over tokens. `residual` is the sum over tokens of `r (x - centre)^T`. Here, x is the input of the
+        projection, and r is the target minus the output before the change.
         """
         mapped, centre, x = self.right @ moments.xx, self.right @ self.centre, self.right @ moments.x
         outer = torch.outer(centre, x)
@@ -163,7 +163,9 @@ the projection for each fold, fitted without the tokens of this fold."""
 def _changes(
     fit: Fit, blocks: Sequence[Int[Tensor, " block"]], kept: Int[Tensor, " kept"], centre: Float[Tensor, " width"]
 ) -> Iterator[WeightChange]:
-    """Yield the change of a fitted projection for each block that is removed, with the others fitted again."""
+    """Yield, for each block of input columns, the change of a fitted projection if the block is removed and the weights
+    of the other columns are fitted again.
+    """
     weight, _, inverse = fit
     place = torch.full((len(centre),), -1)
     place[kept] = torch.arange(len(kept))
@@ -189,15 +191,15 @@ class FoldedMoments:
         self._path, self._weight, self._has_bias = path, weight, has_bias
 
     def add(self, fold: int, moments: OutputMoments) -> None:
-        """Add sums over more tokens to the sums of a cross-validation fold. Sums in which all tokens have the weight 0,
-        such as padding, are ignored.
+        """Add sums over more tokens to the sums of a cross-validation fold. If all of these tokens have the weight 0,
+        as padding has, their sums are ignored.
         """
         if moments.mass:
             self.folds[fold] = self.folds[fold] + moments if fold in self.folds else moments
 
     def checked(self) -> "FoldedMoments":
-        """Return this object after a check of its sums. Raise `InputError` if they are not finite, or if there are
-        fewer than two folds.
+        """Check the sums in this object, and return the object. Raise `InputError` if a sum is not finite, or if there
+        are fewer than two cross-validation folds.
         """
         expected = f"texts for which inputs and outputs of {self._path} are finite numbers"
         if not self.folds:
@@ -211,11 +213,11 @@ class FoldedMoments:
 
     @property
     def total(self) -> OutputMoments:
-        """Sums over the tokens of all folds."""
+        """Sums of the inputs, the targets and their products over the tokens of all folds."""
         return reduce(add, self.folds.values())
 
     def without(self, fold: int) -> OutputMoments:
-        """Return the sums over the tokens of all folds except `fold`."""
+        """Return the sums of the inputs, the targets and their products over the tokens of all folds except `fold`."""
         return reduce(add, (moments for number, moments in self.folds.items() if number != fold))
 
     def fit(
@@ -236,11 +238,11 @@ class FoldedMoments:
     def fitted_removals(
         self, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"]
     ) -> list[BlockRemoval]:
-        """Return, for each block of input columns, the effect of its removal in addition to the columns `removed`. The
-        weights of the remaining columns are then fitted again to the targets, and errors are measured on the fold that
-        a fit leaves out. All blocks use the ridge damping with the lowest sum of errors. If the block h is removed, the
-        weight W changes by `-W_h [(C^-1)_hh]^-1 (C^-1)_h`, where C is the damped `E[x x^T]` of the columns before the
-        removal.
+        """Return, for each block of input columns, the effect of its removal in addition to the columns `removed`.
+        After the removal, the weights of the remaining columns are fitted again to the targets. Each fit leaves out one
+        cross-validation fold, on which its error is measured. All blocks use the ridge damping with the lowest sum of
+        errors. If the block h is removed, the weight W changes by `-W_h [(C^-1)_hh]^-1 (C^-1)_h`, where C is the damped
+        `E[x x^T]` of the columns before the removal.
 
         Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
         """
@@ -283,9 +285,9 @@ class FoldedMoments:
         return [(error, dict.fromkeys(self.folds, change)) for error, change in zip(errors, changes, strict=True)]
 
     def _relative(self, errors: Sequence[float]) -> list[float]:
-        """Return errors divided by the sum of squares of the targets. If the projection has a bias, the mean of the
-        targets is subtracted from them first. Return 0 for each error if the inputs are all 0 or the targets do not
-        vary.
+        """Return squared errors divided by the sum of squares of the targets. If the projection has a bias, the mean of
+        the targets is first subtracted from the targets. Return 0 for each error if the inputs are all 0 or the targets
+        do not vary.
         """
         total = self.total.about_mean() if self._has_bias else self.total
         varies = total.yy > 0 and bool(total.xx.any())

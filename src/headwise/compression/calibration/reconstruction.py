@@ -40,10 +40,10 @@ def reconstruct(
     batches: Sequence[dict[str, Any]],
     documents: Sequence[int] | None,
 ) -> None:
-    """Fit the output projections of `changed`, a copy of `model`, by least squares, in place, for the remaining heads
-    `kept` of each attention module (by path). The targets are the outputs of the same projections in `model`. No shape
-    changes: the input columns of all other heads become 0, which has the same effect as their removal. Both models must
-    be in evaluation mode.
+    """Fit the output projections of `changed`, a copy of `model`, by least squares, in place. `kept` has the heads that
+    remain in each attention module, by path. The targets are the outputs of the same projections in `model`. All shapes
+    stay the same: the input columns of all other heads become 0, which has the same effect as their removal. Both
+    models must be in evaluation mode.
     """
     modules = {path: head_module(model, path) for path in kept}
     check_parameters(changed, list(modules.values()))
@@ -78,8 +78,8 @@ def reconstruct(
 def _in_order_of_runs(
     model: nn.Module, modules: Mapping[str, HeadModule], batches: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return the paths of attention modules in the order in which the model runs them. The batch on which most modules
-    run decides the order; modules that run on other batches alone come last.
+    """Return the paths of attention modules in the order in which the model runs them, on the batch on which most of
+    these modules run. Modules that do not run on this batch come last.
     """
     orders: list[list[str]] = []
     paths_of: dict[str, list[str]] = {}
@@ -112,7 +112,9 @@ def output_weight(model: nn.Module, module: HeadModule) -> Float[Tensor, "out wi
 
 
 def moments_of(model: nn.Module, module: HeadModule) -> FoldedMoments:
-    """Return a new `FoldedMoments` for the output projection of an attention module: no tokens are summed yet."""
+    """Return a new `FoldedMoments` (sums over tokens, for a least-squares fit) for the output projection of an
+    attention module. It contains no tokens yet.
+    """
     has_bias = getattr(model.get_submodule(module.output), "bias", None) is not None
     return FoldedMoments(module.output, output_weight(model, module), has_bias)
 
@@ -126,8 +128,9 @@ def columns_of_heads(module: HeadModule, heads: Sequence[int]) -> Int[Tensor, " 
 def fit_projection(
     model: nn.Module, module: HeadModule, kept: Sequence[int], moments: FoldedMoments, left_out: int | None = None
 ) -> None:
-    """Fit the output projection of an attention module, in place, to the targets in `moments`. The columns of heads
-    that are not in `kept` become 0. The fit does not use the fold `left_out`, if one is stated.
+    """Fit the output projection of an attention module, in place, to the target outputs, of which `moments` has sums
+    over tokens. The columns of heads that are not in `kept` become 0. The fit does not use the cross-validation fold
+    `left_out`, if one is stated.
     """
     weight, bias = output_weight(model, module), getattr(model.get_submodule(module.output), "bias", None)
     columns = columns_of_heads(module, kept)
@@ -147,9 +150,9 @@ _DID_NOT_RUN = object()
 
 
 def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[str]) -> str:
-    """Return the path of the transformer layer that contains the attention module at `path`. It is the outermost item
-    of a `ModuleList` or `Sequential` in which several items contain attention modules (the paths in `sites`). If there
-    is no such `ModuleList` or `Sequential`, return `path`.
+    """Return the path of the transformer layer that contains the attention module at `path`. The layer is the outermost
+    item of a `ModuleList` or `Sequential` in which several items contain attention modules (the paths in `sites`). If
+    there is no such `ModuleList` or `Sequential`, return `path`.
     """
     parts = path.split(".")
     for stop in range(1, len(parts) + 1):
@@ -176,9 +179,9 @@ class LayerRuns:
         self._reuses = all(map(self._is_chain_on, sorted({tokens.index(min(tokens)), tokens.index(max(tokens))})))
 
     def run(self, layer: str, projection: str | None = None, *, store: bool) -> list[list[SequenceVectors]]:
-        """Run the model up to the end of a layer on each batch. Return the recorded inputs of the output projection at
-        `projection` for each batch; without a projection, an empty list. With `store`, keep the layer's output, from
-        which runs up to later layers start.
+        """Run the model on each batch until `layer` ends. Return the inputs of the output projection at the path
+        `projection` for each batch; without a projection, an empty list. With `store`, the output of `layer` is kept,
+        and runs up to later layers start from it.
         """
         recorded: list[list[SequenceVectors]] = []
         for index, (batch, outputs) in enumerate(zip(self._batches, self._outputs, strict=True)):
@@ -192,8 +195,8 @@ class LayerRuns:
     @torch.no_grad()
     def _run(self, layer: str, index: int) -> Any:
         """Run the model on one batch until `layer` ends, and return the output of `layer`, or `_DID_NOT_RUN`. Earlier
-        layers return their stored outputs instead of being computed. The whole model is computed instead if it returns
-        other outputs when stored ones are used.
+        layers return their stored outputs instead of being computed. If stored outputs would change what the model
+        returns, the whole model is computed instead.
         """
         before = self._layers[: self._layers.index(layer)] if self._reuses else []
         module, outputs = self._modules[layer], []

@@ -17,7 +17,7 @@ from headwise.shapes import Bool, Float
 
 def with_slopes(output: Tensor, on_slopes: Callable[[Tensor], None]) -> Tensor:
     """Return a module's `output`, such that the backward pass calls the function `on_slopes` with the gradient of this
-    output. An output that requires no gradient is replaced by a detached tensor that requires one.
+    output. If the output requires no gradient, a detached tensor that requires one is returned in its place.
     """
     output = output if output.requires_grad else output.detach().requires_grad_()
     output.register_hook(on_slopes)  # type: ignore[no-untyped-call]
@@ -34,9 +34,9 @@ batch. If the sequences of a projection's input are unknown, there is one entry 
 def projection_inputs(
     model: nn.Module, paths: Collection[str], batch: Mapping[str, Any]
 ) -> Iterator[dict[str, list[SequenceVectors]]]:
-    """Record the inputs of the output projections at some paths while the context is open. Yield a dictionary from each
-    path to one entry per sequence and call of the projection. Tokens that the batch's masks state as padding are left
-    out.
+    """Record the inputs of the output projections at some paths while the context is open. Yield a dictionary with a
+    list for each path. The list has one entry per sequence and call of the projection. Tokens that the batch's masks
+    state as padding are left out.
     """
     recorded: dict[str, list[SequenceVectors]] = {path: [] for path in paths}
 
@@ -52,8 +52,8 @@ def projection_slopes(
     model: nn.Module, paths: Collection[str], batch: Mapping[str, Any]
 ) -> Iterator[dict[str, list[list[SequenceVectors]]]]:
     """Record the gradients of the outputs of the projections at `paths`, in backward passes while the context is open.
-    Yield a dictionary from each path to a list with one item per call of the projection. Each item is a list with one
-    entry per sequence; it is empty if the backward pass does not reach the call.
+    Yield a dictionary with a list for each path. The list has one item per call of the projection. The item is a list
+    with one entry per sequence; it is empty if the backward pass does not reach the call.
     """
     recorded: dict[str, list[list[SequenceVectors]]] = {path: [] for path in paths}
 
@@ -77,9 +77,9 @@ def _projection_calls(
     batch: Mapping[str, Any],
     on_call: Callable[[str, _Division, Tensor, Tensor], Tensor | None],
 ) -> Iterator[None]:
-    """Call `on_call` after each forward pass of an output projection while the context is open. Its arguments are the
-    path, a function that divides token vectors by sequence, the input, and the output. If `on_call` returns a tensor,
-    this tensor replaces the output.
+    """Call `on_call` after each forward pass of an output projection while the context is open. The arguments of
+    `on_call` are the path of the projection, a function that divides token vectors by sequence, the input, and the
+    output. If `on_call` returns a tensor, this tensor replaces the output.
     """
     lengths: dict[str, Tensor] = {}
     sequences = count_sequences_and_tokens(batch)[0]
@@ -139,7 +139,7 @@ def padding_mask(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batc
 
 def stated_padding(shape: Sequence[int], batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
     """Return the batch's padding mask of the shape `shape`, True for tokens that are not padding. Return None if no
-    mask has this shape, and raise `InputError` if several different ones have it.
+    mask has this shape. Raise `InputError` if several masks have this shape and differ.
     """
     masks = {name: mask for name, mask in padding_masks(batch).items() if mask.shape == tuple(shape)}
     if not masks:

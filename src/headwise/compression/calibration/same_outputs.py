@@ -114,8 +114,8 @@ def outputs_of(
 
 
 def require_same(model: nn.Module, expected: Outputs, found: Outputs, claim: str) -> None:
-    """Raise `InputError` if outputs of a changed model differ from the expected ones by more than rounding. The error
-    names the first module that differs.
+    """Raise `InputError` if the outputs of a changed model, `found`, differ from the `expected` outputs by more than
+    rounding. The error names the first module whose outputs differ.
 
     Two outputs agree if the relative difference of nine tenths of the tokens is at most the square root of the rounding
     error of the model's dtype; of three quarters in 16 bits. Not of all, because rounding may send tokens to another
@@ -153,7 +153,7 @@ def _difference(one: Float[Tensor, "vectors width"], other: Float[Tensor, "vecto
 def _samples(output: Any, batch: dict[str, Any]) -> list[Sample]:
     """Return random sample vectors from the floating-point tensors of a model's or module's output, without padding. If
     the output is a mapping, its attention weights and caches are left out, since their heads may be in another order.
-    Of any other output, the first tensor alone is sampled.
+    If the output is not a mapping, only its first tensor is sampled.
     """
     if isinstance(output, Mapping):
         leaves = [value for name, value in output.items() if not name.endswith(("attentions", "past_key_values"))]

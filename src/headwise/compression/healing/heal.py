@@ -72,8 +72,8 @@ class HealingOptions:
         whole_number("seed", self.seed, least=0, most=LARGEST_SEED)
 
     def rate_factor(self, step: int) -> float:
-        """Return the learning rate of a step as a share of the peak rate. It rises linearly during warmup, and then
-        falls along half a cosine.
+        """Return the learning rate of a training step as a share of the peak rate. The rate rises linearly during
+        warmup, and then falls along half a cosine.
         """
         warmup = max(1, round(WARMUP * self.steps))
         if step < warmup:
@@ -153,9 +153,8 @@ def heal(
 def _settings(
     model: nn.Module, teacher: nn.Module, data: Any, options: HealingOptions, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return JSON-compatible values of everything that the trained weights depend on. These are the options, hashes of
-    both models' weights and of the names of the trained weights, other settings of both models, and the values in
-    `more`.
+    """Return JSON-compatible values of everything that the trained weights depend on: the options, hashes of both
+    models' weights and of the names of the trained weights, other settings of both models, and the values in `more`.
     """
     numbers = asdict(options) | {"lr": float(options.lr), "temperature": float(options.temperature)}
     of_teacher = run_settings(teacher, None, "teacher")["model"] | model_settings(teacher)
@@ -168,8 +167,8 @@ def _settings(
 
 
 def _require_trainable(model: Any, teacher: Any) -> None:
-    """Raise `InputError` if a model has no trainable weights in float32 or float64, or if trainable weights share
-    memory with weights of the teacher.
+    """Raise `InputError` if a model has no trainable weights, or if a trainable weight is neither float32 nor float64.
+    Also raise it if trainable weights of the model share memory with weights of the teacher.
     """
     require_module(model)
     if not isinstance(teacher, nn.Module):
@@ -210,7 +209,7 @@ class TrainingBatches:
         self._epoch: tuple[int, list[dict[str, Any]]] = (-1, [])
 
     def at(self, step: int) -> Mapping[str, Any]:
-        """Return the batch of a training step, counted from 0."""
+        """Return the batch on which the model is trained in the step `step`. Steps are counted from 0."""
         epoch, place = divmod(step, len(self._batches))
         if self._epoch[0] != epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch * SEED_OF_EPOCH)
@@ -234,8 +233,8 @@ class HealingFolder:
 
     @contextmanager
     def claimed(self, *, force: bool) -> Iterator[None]:
-        """Create the folder, and lock it while the context is open. With `force`, the files of an earlier run in it are
-        deleted; otherwise, a run with other settings raises an error.
+        """Create the folder, and lock it while the context is open. With `force`, the files of an earlier run in the
+        folder are deleted. Without it, an earlier run with other settings raises an error.
         """
         if self._folder is None:
             yield
@@ -260,8 +259,8 @@ class HealingFolder:
             save_state(Path(self._folder) / name, self._settings, content)
 
     def read(self, name: str, *, mmap: bool = False) -> Any:
-        """Return the content of the file `name` in the folder; None if there is no such file. Raise an error if it was
-        written with other settings.
+        """Return the content of the file `name` in the folder, or None if there is no such file. Raise an error if a
+        run with other settings wrote the file.
         """
         if self._folder is None or not (path := Path(self._folder) / name).exists():
             return None
@@ -336,8 +335,8 @@ def _train(
 
 
 def _require_finite(value: Tensor, name: str) -> None:
-    """Raise `InputError` if `value`, a loss or gradient norm of a training step, is not finite. It is called before the
-    optimizer changes the weights.
+    """Raise `InputError` if `value`, a loss or gradient norm of a training step, is not finite. The check takes place
+    before the optimizer changes the weights.
     """
     if not bool(value.detach().isfinite()):
         remedy = "a smaller lr may help, or weights and inputs that are finite"

@@ -21,9 +21,9 @@ data type is that of the weights."""
 
 
 def model_settings(model: nn.Module) -> dict[str, Any]:
-    """Return all properties of a model, except weights, that affect its outputs, as texts. These are the fields of the
-    configuration and, by module path, the class, public attributes (such as the `p` of a dropout), and hashes of
-    buffers, saved or not.
+    """Return all properties of a model, except weights, that affect its outputs, as texts. The properties are the
+    fields of the configuration and, by module path, the class, public attributes (such as the `p` of a dropout), and
+    hashes of buffers, saved or not.
     """
     config = getattr(model, "config", None)
     modules: dict[str, dict[str, str]] = {}

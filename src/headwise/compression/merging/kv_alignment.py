@@ -54,8 +54,8 @@ class Freedom:
     signs: bool = False
 
     def nearest(self, product: Float[Tensor, "width width"]) -> Float[Tensor, "width width"]:
-        """Return the matrix R of the set that maximises `trace(R^T product)`. For `product = E[y x^T]`, R also
-        minimises `E|y - R x|^2` (orthogonal Procrustes problem, Schönemann 1966).
+        """Return the matrix R in this set of orthogonal matrices that maximises `trace(R^T product)`. If `product` is
+        `E[y x^T]`, R also minimises `E|y - R x|^2` (orthogonal Procrustes problem, Schönemann 1966).
         """
         matrix = torch.eye(self.width, dtype=product.dtype, device=product.device)
         if self.pairs:
@@ -78,8 +78,8 @@ class Freedom:
 
 
 def value_freedom(model: nn.Module, module: HeadModule) -> Freedom:
-    """Return which orthogonal matrices may multiply the values of a head without a change of the attention module's
-    output, if the output projection is multiplied by their inverse. A `Freedom` describes such a set of matrices.
+    """Return the set of orthogonal matrices (a `Freedom`) by which the values of a head can be multiplied. The
+    attention module's output stays the same if the output projection is multiplied by the inverse matrix.
     """
     attention = model.get_submodule(module.path)
     is_gated = getattr(attention, "output_gate", None) == "element"
@@ -87,8 +87,8 @@ def value_freedom(model: nn.Module, module: HeadModule) -> Freedom:
 
 
 def key_freedom(model: nn.Module, module: HeadModule) -> Freedom:
-    """Return the orthogonal matrices by which the queries and keys of a head in an attention module can be multiplied
-    without a change of the scores. For an unknown kind of module, this is the identity alone.
+    """Return the set of orthogonal matrices (a `Freedom`) by which the queries and keys of a head can be multiplied
+    without a change of the attention scores. For an unknown kind of module, the set contains the identity alone.
     """
     attention: Any = model.get_submodule(module.path)
     width = module.head_dim
@@ -110,8 +110,8 @@ def key_freedom(model: nn.Module, module: HeadModule) -> Freedom:
 
 
 def _rotary_freedom(width: int, rotated: int, *, interleaved: bool, signs: bool) -> Freedom:
-    """Return the orthogonal matrices that commute with a rotary position embedding of the first `rotated` of `width`
-    features.
+    """Return the set of orthogonal matrices (a `Freedom`) that commute with a rotary position embedding of the first
+    `rotated` of `width` features. If `signs` is true, the matrices may change signs only.
     """
     half = rotated // 2
     pairs = [(2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half) for pair in range(half)]
@@ -140,15 +140,15 @@ def align(products: Float[Tensor, "heads heads width width"], freedom: Freedom) 
 def agreement(
     products: Float[Tensor, "heads heads width width"], matrices: Float[Tensor, "heads width width"]
 ) -> float:
-    """Return `E|sum over heads of R_j x_j|^2` for the orthogonal matrices R_j and features x_j of the heads j. It is
-    larger when the aligned heads differ less.
+    """Return `E|sum over heads of R_j x_j|^2` for the orthogonal matrices R_j and features x_j of the heads j. This
+    number is larger when the aligned heads differ less.
     """
     return float(torch.einsum("iab,ijbc,jac->", matrices, products, matrices))
 
 
 def _improved(products: Tensor, matrices: Tensor, freedom: Freedom) -> Tensor:
-    """Return alignment matrices, improved one head after the other until the result of `agreement` no longer
-    increases.
+    """Return alignment matrices (one orthogonal matrix per head), improved one after the other. The improvement stops
+    when the similarity of the aligned heads, computed by `agreement`, hardly increases.
     """
     matrices, before = matrices.clone(), agreement(products, matrices)
     heads = range(len(matrices))

@@ -51,9 +51,9 @@ def merge_kv(
     reconstruct: bool | None = None,
     progress: bool = False,
 ) -> nn.Module:
-    """Return a copy of a model in which several key/value heads are merged into one, so that its cache is smaller:
-    multi-head attention becomes grouped-query or multi-query attention. Its configuration states the new number of
-    heads, and plain `transformers` can load it.
+    """Return a copy of a model in which several key/value heads are merged into one, so that the key/value cache is
+    smaller: multi-head attention becomes grouped-query or multi-query attention. The configuration of the copy states
+    the new number of heads, and plain `transformers` can load it.
 
     Each new key/value head replaces equally many old ones, and serves all their query heads:
 
@@ -164,8 +164,8 @@ width)`."""
 
 
 def _equal_weights(module: HeadModule) -> _HeadWeights:
-    """Return equal weights, all 1, for the keys and the values of all key/value heads of a module. Heads of a group are
-    averaged with these weights.
+    """Return equal weights, all 1, for the keys and the values of all key/value heads of a module. When heads are
+    merged, those in one group are averaged with these weights.
     """
     keys, values = torch.ones(2, module.num_kv_heads).double()
     return keys, values
@@ -205,8 +205,8 @@ def _align(
 def _aligned(
     products: Float[Tensor, "heads heads width width"], freedom: Freedom, size: int
 ) -> Float[Tensor, "heads width width"]:
-    """Return one orthogonal matrix per head, from the set `freedom`, by which the features of the head are multiplied.
-    After this, the heads of each group of `size` consecutive heads differ least from the mean of their group.
+    """Return one orthogonal matrix per head, from the set `freedom`. If the features of each head are multiplied by its
+    matrix, the heads of each group of `size` consecutive heads differ least from the mean of their group.
     """
     groups = (slice(start, start + size) for start in range(0, len(products), size))
     return torch.cat([align(products[group, group], freedom) for group in groups])
@@ -214,8 +214,8 @@ def _aligned(
 
 def _energies(model: nn.Module, module: HeadModule, queries: Float[Tensor, " heads"]) -> _HeadWeights:
     """Return the weights of all key heads and of all value heads for the method "weighted_mean". The weight of a key
-    head is the sum of `|q|^2` over its query heads, or the number of these query heads if the module normalises
-    queries. The weight of a value head is the squared norm of its columns of the output projection.
+    head is the sum of the squared query norms `|q|^2` over its query heads, or the number of these query heads if the
+    module normalises queries. The weight of a value head is the squared norm of its columns of the output projection.
     """
     heads, attention = module.num_kv_heads, model.get_submodule(module.path)
     if (family := family_of(attention)) is not None and family.norms(attention):

@@ -54,8 +54,8 @@ class UnitScores(Protocol):
     is_comparable: bool
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
-        """Return the importance of each unit (set of heads) in the model from which the heads `removed` are already
-        removed. Units with low scores are removed first.
+        """Return the importance of each unit (set of heads that are removed together) in the model from which the heads
+        `removed` are already removed. Units of low importance are removed first.
         """
 
 
@@ -230,8 +230,8 @@ class _TableScores:
         self._value_of = {(row.layer, row.head): row.statistics[chosen].value for row in table.heads}
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
-        """Return the sum of the statistic over the heads of each unit. A function measures it without the heads
-        `removed`.
+        """Return the sum of the statistic over the heads of each unit (set of heads that are removed together). If a
+        function computes the statistic, it is called again to measure the model without the heads `removed`.
         """
         if removed and self._function is not None:
             table = self._function(dict.fromkeys(sorted(removed), 0.0))

@@ -21,9 +21,9 @@ from headwise.runs.fingerprint import identity_of
 
 
 def prune(model: nn.Module, plan: PruningPlan, *, calibration: Any = None, progress: bool = False) -> nn.Module:
-    """Return a copy of a model without the heads that a pruning plan removes: their rows and columns are cut from the
-    projections, and the configuration states the remaining heads. Torch's attention layers are replaced by the
-    equivalent ones of `headwise.compat`.
+    """Return a copy of a model without the heads that a pruning plan removes. The rows and columns of these heads are
+    cut from the projections, and the configuration states the remaining heads. Attention layers of torch are replaced
+    by the equivalent layers of `headwise.compat`.
 
     With calibration data, the output projection of each attention module is fitted by least squares to what the dense
     module returns; without, the remaining weights are unchanged, and the copy equals the model with the outputs of the

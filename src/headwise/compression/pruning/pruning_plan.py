@@ -189,8 +189,8 @@ class PruningPlan(JsonResult):
 
 
 def planned_modules(rows: Sequence[Any], removed: Mapping[Head, Any] | frozenset[Head]) -> tuple[PlannedModule, ...]:
-    """Return the modules of a pruning plan in which the heads `removed` are missing. `rows` has one row per head of the
-    model, with `layer`, `head`, `kv_head`, `module` and `kind`.
+    """Return the attention modules of a pruning plan. In each module, all heads except those in `removed` remain.
+    `rows` has one object per head of the model, with the attributes `layer`, `head`, `kv_head`, `module` and `kind`.
     """
     by_module: dict[tuple[int, str, str], list[Any]] = {}
     for row in rows:

@@ -221,8 +221,8 @@ class _Run:
         self._device = next(inputs.dense.parameters()).device
 
     def finish(self) -> RecipeResult:
-        """Run the steps whose results are not in the folder yet, and return the result of all steps. Measure the report
-        of sizes and times too, if the recipe has one.
+        """Run the steps whose results are not in the folder yet, and return the result of all steps. If the recipe has
+        a section [report], also measure the sizes and times of the models.
         """
         model, report = self._folder / MODEL, self._folder / REPORT
         if not (model.exists() and report.exists()):
@@ -273,7 +273,7 @@ class _Run:
             last.rename(final)
 
     def _losses(self, model: nn.Module) -> list[float]:
-        """Return the loss of a model on each held-out sequence; NaN for a sequence without tokens that have a loss."""
+        """Return the loss of a model on each held-out sequence; NaN for a sequence in which no token has a loss."""
         dense = self._inputs.dense
         with evaluation_mode(model), evaluation_mode(dense):
             batches = (to_device(batch, self._device) for batch in self._inputs.verify)
@@ -294,8 +294,9 @@ class _Run:
         return loaded
 
     def _pruned(self, model: nn.Module) -> nn.Module:
-        """Return the pruned model. The pruning plan is the one in the output folder, otherwise the one that the recipe
-        names, otherwise a new one, which is saved.
+        """Return the pruned model. It is pruned by the plan in the output folder or, if there is none, by the plan that
+        the recipe names. If the recipe names no plan either, a new plan is made. In each case, the plan is saved in the
+        output folder.
         """
         section, path = self._inputs.recipe.prune, self._folder / PLAN
         assert section is not None  # the recipe has this step
@@ -345,8 +346,8 @@ class _Run:
 
 def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | None, batch: Mapping[str, Any]) -> None:
     """Load a saved model, and raise `InputError` if it differs from the model in memory: in its weights, or in its
-    outputs on a batch by more than rounding. Plain `transformers` loads it, unless its configuration lists the
-    remaining heads: then `headwise.load` does.
+    outputs on a batch by more than rounding. If the configuration of the saved model lists the remaining heads,
+    `headwise.load` loads it; otherwise, plain `transformers` does.
     """
     loaded = find_model(str(folder)).model(lm_head).to(device_of(model))
     expected, weights = model.state_dict(), loaded.state_dict()
@@ -369,8 +370,8 @@ def _require_equal_after_loading(model: nn.Module, folder: Path, lm_head: str | 
 
 def _claim_run(folder: Path, settings: Mapping[str, Any], *, force: bool) -> None:
     """Write the settings of a run to its output folder. If the folder contains an earlier run with other settings,
-    raise `InputError`; with `force`, delete any earlier run instead. If the process is killed meanwhile, each model
-    folder is still complete or absent.
+    raise `InputError`; with `force`, delete any earlier run instead. If the process is killed during the deletion, each
+    model folder is either complete or absent.
     """
     trash = folder / TRASH
     for leftover in (trash, *(folder / f".{name}.part" for name in STAGES[1:])):  # of a process that was killed

@@ -60,9 +60,9 @@ class RecipeInputs:
     loss: Any
 
     def settings(self, plan: PruningPlan | None) -> dict[str, Any]:
-        """Return JSON-compatible values of everything that the compressed model depends on. These are the recipe
-        without [report], versions of packages, and hashes of the model, of the texts, and of the pruning plan that the
-        recipe names.
+        """Return JSON-compatible values of everything that the compressed model depends on: the recipe without
+        [report], versions of packages, and hashes of the model, of the texts, and of the pruning plan that the recipe
+        names.
         """
         run = run_settings(self.dense, None, self.source.title)
         hashes = {
@@ -74,8 +74,8 @@ class RecipeInputs:
 
 
 def recipe_settings(recipe: CompressionRecipe) -> dict[str, Any]:
-    """Return the content of a recipe, without its section [report], as JSON-compatible values. A run resumes only if
-    they are unchanged.
+    """Return the content of a recipe, without its section [report], as JSON-compatible values. An interrupted run can
+    resume only if these values are unchanged.
     """
     return {"recipe": json.loads(json.dumps(asdict(replace(recipe, report=None))))}
 

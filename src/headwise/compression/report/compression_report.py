@@ -205,8 +205,8 @@ class _Parts:
         return [*rows, ReportRow.of_sizes("weights", "bytes", *map(weight_bytes, self._models))]
 
     def caches(self) -> list[ReportRow]:
-        """Return the report rows of the bytes of key/value caches, measured after decoding. There is a row of the bytes
-        per token if both caches grow by the same number of bytes for each token.
+        """Return the report rows of the bytes of key/value caches, measured after decoding. If the cache of each model
+        grows by a constant number of bytes per token, there is also a row of the bytes per token.
         """
         if not self._decodes:
             return []
@@ -271,7 +271,9 @@ class _Parts:
         return rows + time_rows(name, *common, run_steps, lambda model: deepcopy(caches[model]), rounds, new)
 
     def losses(self, loss: Loss | None) -> list[ReportRow]:
-        """Return the report row of the loss; if `loss` is None, that of the cosine between both models' outputs."""
+        """Return a list with one report row: the loss of both models or, if `loss` is None, the cosine between their
+        outputs.
+        """
         documents = self._data.documents
         if loss is None:
             cosines = output_cosines(self._models, self._data)
@@ -314,8 +316,8 @@ class _Parts:
 def losses_of(
     models: Sequence[nn.Module], reference: nn.Module, loss: Loss, batches: Iterable[dict[str, Any]]
 ) -> list[list[float]]:
-    """Return a list of losses for each model, with one loss per example; NaN for an example without a loss. A loss that
-    is a distance from the unchanged model compares with the model `reference`.
+    """Return a list of losses for each model, with one loss per example; NaN for an example without a loss. If the loss
+    is a distance from the outputs of an unchanged model, `reference` is this model.
     """
     losses: list[list[float]] = [[] for _ in models]
     for batch in batches:
@@ -328,8 +330,9 @@ def losses_of(
 
 @torch.no_grad()
 def output_cosines(models: ModelPair, data: ReportData) -> list[float]:
-    """Return, for each example, the cosine between the outputs of both models. An output is a tensor `(batch, width)`,
-    or the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych 2019, section 3).
+    """Return the cosine between the outputs of both models for each example. The output for an example is the vector
+    that the model returns, or the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych
+    2019, section 3).
     """
     cosines: list[float] = []
     for batch in data.batches:
@@ -364,8 +367,9 @@ def greedy_agreements(
     models: ModelPair, prompts: Sequence[Tensor], new_tokens: int, end_tokens: Collection[int]
 ) -> list[tuple[float, float]]:
     """Continue each prompt by greedy decoding with the first model, and return two shares of the generated tokens per
-    prompt. The first is the share of tokens before the first one that the second model does not rank first. The second
-    is the share of all tokens that the second model ranks first. Both models read the same preceding tokens.
+    prompt. The first is the share of tokens before the first disagreement: a token that the second model does not rank
+    first. The second is the share of all tokens that the second model ranks first. Both models read the same preceding
+    tokens.
 
     The first model continues a prompt by its most likely token, up to a number of tokens or an end token, which counts.
     The second model reads the same tokens one by one; as long as it ranks the same tokens first, it generates them.

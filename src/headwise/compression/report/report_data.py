@@ -93,7 +93,7 @@ class ReportData:
 
 @torch.no_grad()
 def has_examples_first(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Return True if the first axis of the tensors in a batch has one index per example. This is true if the model's
+    """Return True if the first axis of the tensors in a batch has one index per example. The check is that the model's
     output for the first example alone equals the first item of its output for the batch.
     """
     try:
@@ -133,7 +133,7 @@ def decode(model: nn.Module, ids: Int[Tensor, "batch tokens"], cache: Any = None
 @torch.no_grad()
 def why_not_decoded(model: Any, ids: Int[Tensor, " tokens"] | None) -> str | None:
     """Return the reason, for display, why a model cannot decode tokens with a key/value cache; None if it can. The
-    model is tried on `ids`, which are None if the data are not token ids alone.
+    model is tried on the token ids `ids`. They are None if the data contain more than token ids.
     """
     name = type(model).__name__
     if is_encoder_decoder(model):

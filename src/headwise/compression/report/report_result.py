@@ -69,9 +69,10 @@ class ReportRow:
 
     @staticmethod
     def of_times(quantity: str, dense: Sequence[float], compressed: Sequence[float]) -> "ReportRow":
-        """Return the report row of a time, from the seconds of each model in the same rounds. The row has the median
-        ratio of the compressed model's time to the dense model's time. Its confidence interval is that of the sign test
-        (Conover 1999, section 3.2), which assumes no distribution and is exact for independent rounds.
+        """Return the report row of a time, from the seconds that each model took in the same rounds of a measurement.
+        The row has the median ratio of the compressed model's time to the dense model's time. Its confidence interval
+        is that of the sign test (Conover 1999, section 3.2), which assumes no distribution and is exact for independent
+        rounds.
         """
         ratios = [after / before for before, after in zip(dense, compressed, strict=True)]
         interval = _scipy_stats().quantile_test(ratios, q=1.0, p=0.5).confidence_interval(0.95)

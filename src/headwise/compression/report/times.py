@@ -53,8 +53,8 @@ def paired_times(
     calls: tuple[Callable[[], dict[str, float]], Callable[[], dict[str, float]]], rounds: int, steps: int = 1
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Time two models in turns. Return, by the name of the timed part, such as "total", the seconds of each model in
-    each round. Each of the `calls` runs one model and returns the seconds of each part. These are divided by `steps`,
-    the number of equal steps in a call.
+    each round. Each of the `calls` runs one model and returns the seconds of each part. The seconds are divided by
+    `steps`, the number of equal steps in a call.
 
     Each round runs both, the dense model first in every second round, so that slow changes of the machine's speed do
     not favour one of them. Each model first runs twice without being counted, as a warm-up. The second of these runs

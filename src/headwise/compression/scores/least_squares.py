@@ -147,9 +147,9 @@ class LeastSquaresScores:
         return [scores[unit] for unit in units]
 
     def candidates(self) -> list["LeastSquaresScores"]:
-        """Return these scores and alternative scores from the same data; `plan_pruning` makes a plan from each of them.
-        The alternatives assume that output projections keep their weights: the first weighs tokens by derivatives, and
-        the second weighs all tokens equally. Scores with a loss have no alternatives.
+        """Return these scores and alternative scores from the same data; `plan_pruning` makes a pruning plan from each
+        of them. The alternative scores assume that output projections keep their weights. They weigh tokens by
+        derivatives, or all tokens equally. Scores with a loss have no alternatives.
         """
         if self.is_comparable:
             return [self]
@@ -161,8 +161,8 @@ class LeastSquaresScores:
 
     def choose(self, plans: Sequence[Sequence[PlannedModule]]) -> int:
         """Return the index of the pruning plan whose model differs least from the dense model on held-out sequences.
-        These are the last cross-validation fold of the calibration data (see `folds_of`): whole documents with about a
-        quarter of the tokens.
+        The held-out sequences are the last cross-validation fold of the calibration data: whole documents with about a
+        quarter of the tokens (see `folds_of`).
 
         The output projections of each model are fitted to the dense module on the other folds, or keep their weights if
         these scores are `fitted=False`. The difference is that of `distillation_loss`: for logits the Kullback-Leibler
@@ -193,9 +193,9 @@ class LeastSquaresScores:
         return errors.index(min(errors))
 
     def _change(self, changed: nn.Module, plan: Sequence[PlannedModule], held_out: int) -> None:
-        """Write the output projections of the model that a pruning plan describes into `changed`, a copy of the
-        original model. If these scores use fits, the projections are fitted to all data except the fold `held_out`;
-        otherwise, they keep their weights. The columns of removed heads become 0.
+        """Change the output projections of `changed`, a copy of the original model, as a pruning plan states. The
+        columns of removed heads become 0. If these scores use fits, the projections are fitted to all data except the
+        fold `held_out`; otherwise, the columns of the remaining heads keep their weights.
         """
         for planned in plan:
             module, moments = self._modules[planned.module], self._moments[planned.module]
@@ -210,7 +210,7 @@ class LeastSquaresScores:
 
     def _difference(self, changed: nn.Module, parts: Sequence[dict[str, Any]]) -> float:
         """Return the distillation loss between the outputs of a changed model and of the original model, as a mean over
-        the tokens of all batches in `parts`. NaN is returned as infinity.
+        the tokens of all batches in `parts`. If the loss is NaN, return infinity.
         """
         total = tokens = 0.0
         for part in parts:

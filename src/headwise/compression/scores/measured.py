@@ -67,7 +67,9 @@ class MagnitudeScores:
             self._square_of = {(row.layer, row.head): float(squares[row.module][row.head]) for row in self.rows}
 
     def of(self, units: Sequence[tuple[Head, ...]], removed: frozenset[Head]) -> list[float]:
-        """Return the weight norm of each unit (set of heads). It does not depend on the heads `removed` already."""
+        """Return the weight norm of each unit (set of heads that are removed together). Heads that are already
+        `removed` do not affect the norms of others.
+        """
         return [sum(self._square_of[head] for head in unit) ** 0.5 for unit in units]
 
 
@@ -96,8 +98,8 @@ class _MeasuredScores:
         self, removed: frozenset[Head], measure: Callable[[list[dict[str, Any]], Loss], Mapping[Any, MeanEstimate]]
     ) -> dict[Any, float]:
         """Call `measure` on each batch while the outputs of the heads `removed` are multiplied by 0. For each quantity
-        that `measure` returns, by key, return the mean over the examples of all batches. Quantities without an example
-        are left out.
+        that `measure` returns, by key, return the mean over the examples of all batches. A quantity without a value on
+        any example is left out.
         """
         sums: dict[Any, float] = {}
         examples: dict[Any, int] = {}

@@ -52,15 +52,15 @@ def plan_by_name(
 
 
 def uses_loss(name: str, constraint: str) -> bool:
-    """Return True if the pruning scores with this name are computed from a loss. Least squares uses one only with the
-    constraint "free", under which heads of different layers compete.
+    """Return True if the pruning scores with this name are computed from a loss. Least-squares scores use a loss only
+    under the constraint "free", under which heads of different layers compete.
     """
     return constraint == "free" if name == "least-squares" else name != "magnitude"
 
 
 def require_scores(name: str, constraint: str, loss: Any) -> None:
-    """Raise `InputError` if the pruning scores with this name need gradients of a loss that has none. This is a
-    distance from the unchanged model, whose gradient is 0 in that model.
+    """Raise `InputError` if the pruning scores with this name need gradients of the loss, and the loss is a distance
+    from the outputs of the unchanged model. In that model, the gradient of such a distance is 0.
     """
     require_one_of("scores", name, PRUNING_SCORES)
     require_one_of("constraint", constraint, CONSTRAINTS)

@@ -118,7 +118,9 @@ def localize(
         with torch.no_grad():
 
             def measured(part: Sequence[Batch], restricted_modules: Sequence[LocalizedModule]) -> float:
-                """Return the mean loss over the texts in `part`, with the modules' streaming heads restricted."""
+                """Return the mean loss over the texts in `part` while the streaming heads of the modules are restricted
+                to the first tokens and the window.
+                """
                 shown_bar = progress_bar("loss", len(part), "batches")
                 with restricted(model, tuple(restricted_modules), window, first), shown_bar as bar:
                     of_batches = [finite_loss_per_example(loss, model, batch) for batch in bar.track(part, step=1)]
@@ -184,8 +186,8 @@ class _ModuleReader(ModuleAttention):
         self._layers, self._model = layers, model
 
     def compute(self, call: HFCall) -> Tensor:
-        """Store the sizes of the module in `found`, and return the unchanged attention output. Raise `InputError` if
-        attention is not causal or not cached.
+        """Store the sizes of the attention module in the attribute `found`, and return the unchanged attention output.
+        Raise `InputError` if attention is not causal, or if keys and values are not cached.
         """
         call.require_readable()
         if _sees_later_keys(call):

@@ -151,7 +151,7 @@ def _refusal(path: str, got: str) -> InputError:
 
 def _positions_in(path: str, mask: Tensor, queries: int, keys: int) -> TokenPositions:
     """Derive the positions of the keys from a causal attention mask with padding. A position counts the tokens before
-    the key in its sequence, without padding. Raise `InputError` for masks that are not of this form.
+    the key in its sequence, without padding. Raise `InputError` if the mask has another form.
     """
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != keys or mask.shape[2] != queries:
         raise _refusal(path, f"a mask of shape {tuple(mask.shape)}")
@@ -254,7 +254,9 @@ class StreamingAttention(ModuleAttention):
         self._mask = streaming_mask(width, first)
 
     def on_start(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook. It discards the reference to a cache layer that an earlier, interrupted call left."""
+        """Forward pre-hook of an attention module. It discards the reference to a cache layer that remains from an
+        earlier forward pass if an error interrupted that pass.
+        """
         super().on_start(module, args)
         self.cache_layer = None
 

@@ -34,8 +34,8 @@ def streaming_cache(model: Any, modules: tuple[LocalizedModule, ...], window: in
 
 @cache
 def _classes() -> tuple[Any, Any]:
-    """Return the class of the cache and the class of its layers with streaming heads. They derive from classes of
-    `transformers`, which is optional, so they are created at the first call.
+    """Return the class of the cache and the class of its layers with streaming heads. Both inherit from classes of
+    `transformers`, an optional package, so they are created at the first call only.
     """
     library = require("transformers.cache_utils", purpose="a cache", extra="hf")
 
@@ -50,7 +50,7 @@ def _classes() -> tuple[Any, Any]:
 
         def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
             """Add keys and values of new tokens to a layer, as `DynamicCache` does. Raise `InputError` if the previous
-            forward pass was interrupted before all layers stored its tokens.
+            forward pass was interrupted, so that some layers did not store its tokens.
             """
             if layer_idx == self.attention_layers[0]:
                 layers = [self.layers[layer] for layer in self.attention_layers]
@@ -115,8 +115,8 @@ class StreamingStorage:
         return self._pending is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hold keys and values of new tokens until `join` stores them. Return placeholder tensors in the shape of all
-        keys and values.
+        """Store the keys and values of new tokens temporarily, until `join` adds them to the cache. Return placeholder
+        tensors in the shape of all keys and values.
         """
         owner = self._owner()
         attention: Any = None if owner is None else module_attentions.get(owner)
@@ -250,15 +250,15 @@ class StreamingStorage:
         self._map_sequences(lambda tensor: tensor[indices.to(tensor.device)])
 
     def _map_sequences(self, function: Any) -> None:
-        """Replace each stored tensor whose first axis is the batch by the result of `function`."""
+        """Call `function` on each stored tensor that has a batch axis, and store the returned tensor in its place."""
         for name in ("keys", "values", "window_keys", "window_values", "_starts"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, function(tensor))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise `InputError` if tokens would be removed from the cache: streaming heads no longer store the earlier
-        keys that would be in the window again.
+        """Raise `InputError` if tokens would be removed from the end of the cache. The window would then reach back to
+        keys that streaming heads no longer store.
         """
         if tokens_to_remove:
             raise InputError("past_key_values", expected="a cache that is not cropped", got="one with streaming heads")

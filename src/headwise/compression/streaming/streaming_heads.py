@@ -119,8 +119,8 @@ class StreamingHeads(JsonResult):
     def running(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager within which the streaming heads of a model attend to the first tokens and the
         window only. With the cache that the method `cache` returns, keys and values of other tokens are not stored for
-        these heads. With another cache or without one, the outputs are the same. `torch.compile` is disabled within,
-        since code compiled earlier would ignore the restriction.
+        these heads. With another cache or without one, the outputs are the same. Inside the context, `torch.compile` is
+        disabled, since code compiled earlier would ignore the restriction.
 
         Args:
             model: the model of these heads, with the attention implementation "sdpa" or "eager".
@@ -279,8 +279,8 @@ SAMPLES = 2
 
 
 def weight_samples(model: nn.Module, paths: Iterable[str]) -> tuple[float, ...]:
-    """Return two weights of each floating-point parameter of the modules at `paths`, to recognise a model. Their
-    positions depend on the size of the parameter only.
+    """Return two weights of each floating-point parameter of the modules at `paths`, by which the model can be
+    recognised. The positions of these weights depend on the size of the parameter only.
     """
     samples: list[float] = []
     for path in paths:
@@ -293,8 +293,8 @@ def weight_samples(model: nn.Module, paths: Iterable[str]) -> tuple[float, ...]:
 
 
 def are_rounded(samples: Sequence[float], others: Sequence[float], dtypes: Iterable[torch.dtype]) -> bool:
-    """Return True if two lists of weight samples are equal up to rounding to one of the dtypes. Also return True if
-    their lengths differ, as for a quantized model, since they cannot be compared then.
+    """Return True if two lists of weight samples are equal up to rounding to one of the dtypes. Lists of different
+    lengths, as for a quantized model, cannot be compared: True is returned for them, too.
     """
     if len(samples) != len(others):
         return True
