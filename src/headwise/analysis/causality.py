@@ -33,8 +33,9 @@ default initialization, in float32, differs by more than 50,000 such units."""
 def require_causal(
     loss: Any, model: nn.Module, batches: Iterable[Mapping[str, Any]], *, remedy: str | None = None
 ) -> None:
-    """Raise `InputError` if `loss` is `next_token_loss` and a model is not causal. `why_not_causal` checks this on some
-    batches. The error message ends with `remedy`, advice for the user. With any other loss, nothing is checked.
+    """Raise `InputError` if `loss` is `next_token_loss` and a model is not causal (if some logit depends on a later
+    token). The function `why_not_causal` checks the model on some batches. The error message ends with `remedy`, advice
+    for the user. Models with any other loss are not checked.
     """
     if loss is next_token_loss and (got := why_not_causal(model, batches)) is not None:
         raise InputError("loss", expected="hw.next_token_loss for a causal model", got=got, remedy=remedy)

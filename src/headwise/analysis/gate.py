@@ -29,8 +29,8 @@ POSITIONS = "whole numbers, or a boolean tensor (queries,) or (batch, queries)"
 
 
 class HeadGate(NamedTuple):
-    """Gate of one head, of one key/value group, or of all heads of an attention module: a factor by which the output is
-    multiplied, or a replacement of the output.
+    """Gate of one head, of one key/value group (heads with the same keys and values), or of all heads of an attention
+    module. It is a factor by which the head outputs are multiplied, or a replacement of these outputs.
 
     Attributes:
         head: zero-based index of the head or group; None for all heads.
@@ -202,12 +202,14 @@ class GateInterceptor(Interceptor):
 
     def on_model_call(self) -> None:
         """Start a new call of the model in this thread: discard the record of the attention calls in the previous model
-        call. From this record, calls that compute only a part of the queries are recognised.
+        call. The record serves to recognise attention calls that compute only a part of the queries.
         """
         self._parts.on_model_call()
 
     def on_module_call(self, path: str) -> None:
-        """Record that the model ran. Without a run, `require_intercepted` raises no error."""
+        """Record that the model ran. If it never ran, `require_intercepted` (the check that the gates had an effect)
+        raises no error.
+        """
         self._ran = True
 
     def on_unreadable(self, path: str, reason: str) -> None:

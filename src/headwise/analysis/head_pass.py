@@ -45,7 +45,7 @@ ProgressT = TypeVar("ProgressT", bound=PassProgress)
 
 
 class PassData(NamedTuple):
-    """Model and data of a pass (one run of the model over a data set that measures statistics of heads), with the ids
+    """Model and data set of a pass (one run of the model over the data that measures statistics of heads), with the ids
     of special tokens.
 
     Attributes:
@@ -194,8 +194,8 @@ SiteValues = dict[SiteKey, SequenceValues]
 @storable
 @dataclass
 class SequenceProgress(SiteProgress):
-    """Partial result of a pass over data in one process, with measured values of each sequence in addition to the
-    statistics.
+    """Partial result of one process that runs a model over data. It has measured values of each sequence, in addition
+    to the statistics of the heads.
 
     Attributes:
         values: values at each site, by the number of the batch, or of the fit of learned gates.

@@ -151,8 +151,8 @@ def _opening(
 
 
 class _ModelResults:
-    """All results for the heads of one model (views, profiles, ablations, importance scores), in the same order of
-    heads, for a page.
+    """All results for the heads of one model that an HTML page shows: views, profiles, ablations and importance scores.
+    The heads have the same order in all of them.
 
     Attributes:
         columns: numbers of each head, one object for each source; those of the views come first.

@@ -187,8 +187,8 @@ class MeanOutputs(OutputReader):
 
 
 class Mean(Replacement):
-    """Object that replaces a head's output by its mean over a data set. The function `mean` creates it before any mean
-    is known; `prepare` runs the model over the data set and returns an object with the means.
+    """Object that replaces a head's output by its mean over a data set. The function `mean` creates the object without
+    the means. `prepare` runs the model over the data set and returns an object that has them.
 
     Attributes:
         dataset: `Texts` or batches.

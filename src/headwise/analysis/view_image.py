@@ -166,8 +166,8 @@ def _input_of(
     """Run a model up to the module at `path`, and return the first argument of this module."""
 
     class Reached(Exception):
-        """Exception that stops the run of the model when it reaches the module, with the module's input as its
-        argument.
+        """Exception that stops a run of the model just before a certain module. Its argument is the input of this
+        module.
         """
 
     def stop(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

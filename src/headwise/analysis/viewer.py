@@ -232,8 +232,8 @@ class TokenWeights(PooledWeights):
 
 @dataclass(frozen=True, eq=False)
 class TokensOfWords:
-    """Words of the queries or of the keys: for each token the index of its word, and for each word whether links
-    between words may join it.
+    """Words of the queries or of the keys of an attention matrix. Each token has the index of its word, and each word
+    has a flag that is True if links between words may join it.
     """
 
     word_of: Int[Tensor, " tokens"]
@@ -373,7 +373,7 @@ Attention that computes something else than softmax of its scores does not.
 
 class Viewer(SiteRegistry):
     """Interceptor that stores the attention of every head on some texts while a model runs, as one `HeadView` per head.
-    It includes calls in which a text attends to itself, or the last text (target) to the first one (source).
+    It reads attention from a text to itself, and from the last text (target) to the first one (source).
 
     Attributes:
         other_grids: for each module that attended to something else than the tokens of the texts, by its path, the

@@ -159,7 +159,7 @@ class FactoredMatrix:
         return FactoredMatrix(self.right.mT, self.left.mT)
 
     def matrix(self) -> Float[Tensor, "*matrices rows columns"]:
-        """Return the product of the factors, a dense matrix."""
+        """Return the matrix as a dense tensor: the product of its two stored factors."""
         return self.left @ self.right
 
     def singular_values(self) -> Float[Tensor, "*matrices values"]:

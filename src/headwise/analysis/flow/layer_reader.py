@@ -25,9 +25,9 @@ LARGEST_LOSS = 1e-3
 
 
 class LayerReader(SiteRegistry):
-    """Base class of interceptors that read the attention weights of each layer during one run of a model, such as to
-    multiply the matrices of successive layers. Batches may have padding. Every layer must run self-attention over all
-    tokens exactly once; otherwise `InputError` names the module.
+    """Base class of interceptors that read the attention weights of each layer during one run of a model. Subclasses
+    multiply the attention matrices of successive layers, for example. Batches may have padding. Every layer must run
+    self-attention over all tokens exactly once; otherwise an `InputError` is raised that names the module.
 
     Attributes:
         sizes: numbers of sequences and tokens of the first layer; None before it.

@@ -51,8 +51,8 @@ class LayerRow(Row):
 
 class RolloutLayers(Table[LayerRow]):
     """Table of attention rollout (attention multiplied over layers), one row per layer. The rollout states, for each
-    query, which share of its attention goes to each input token. Statistics of these shares are means over the queries
-    of a sequence, averaged over sequences, with standard errors over documents.
+    query, which share of its attention goes to each input token. Statistics of the shares are averaged first over the
+    queries of a sequence, then over sequences. Standard errors are over documents.
 
     The columns `first`, `self` and `special` are shares on the first token, on the query's own token and on special
     tokens; `distance` is the mean distance in tokens, and `entropy` is in nats.
@@ -253,8 +253,8 @@ LAYER_STATISTICS = (*ROLLOUT_STATISTICS, "entropy")
 
 @dataclass
 class LayerSums:
-    """Sums of the statistics of one layer and its heads over the queries of each sequence, in float64. The dictionaries
-    map the name of a statistic to its sums.
+    """Sums of the attention statistics of one layer and of its heads. Each sum is over the queries of one sequence, in
+    float64. The dictionaries map the name of a statistic to its sums.
 
     Attributes:
         of_layer: sums of the statistics of the layer's rollout.
@@ -272,9 +272,9 @@ class LayerSums:
 
 
 class RolloutRun(LayerReader):
-    """Interceptor that computes the attention rollout of a batch for a part of its tokens, in one of several runs of
-    the model. The part begins at the token `start`, and has as many tokens as fit into memory. The statistics that
-    depend on these tokens are added to `sums`, which has the sums of each layer.
+    """Interceptor that computes the attention rollout (attention multiplied over layers) of a batch, in one of several
+    runs of the model. Each run is for a range of tokens, which begins at the token `start` and has as many tokens as
+    fit into memory. The statistics that depend on these tokens are added to `sums`, which has the sums of each layer.
 
     For the entropy, the tokens of the part are the input tokens to which rolled-out attention goes. For attention on
     the query itself and for distances, they are the queries.
@@ -304,10 +304,10 @@ class RolloutRun(LayerReader):
 
 @dataclass
 class _Columns:
-    """State of attention rollout (attention multiplied over layers) while the model runs: the rollout matrix of the
-    layers so far, times a matrix with some columns. There are two columns for each token in `tokens`: the token's
-    column of the identity matrix, and the distances of all tokens to this token. The last three columns are 1 at first
-    tokens, at special tokens, and at all tokens.
+    """State of attention rollout (attention multiplied over layers) while the model runs: the product of the rollout
+    matrix of the layers so far and a matrix C. C has two columns for each token in `tokens`: the token's column of the
+    identity matrix, and the distances of all tokens to this token. Its last three columns mark first tokens, special
+    tokens and all tokens with 1.
 
     Attributes:
         tokens: indices of the tokens that have two columns each.
@@ -356,10 +356,10 @@ def _is_first(grid: Grid, context: CallContext, positions: Int[Tensor, "batch to
 
 
 class _Layer:
-    """One layer of the model while attention rollout (attention multiplied over layers) is computed. `add` is called
-    for each block of query rows: it multiplies their attention weights by the rollout of the layers below, and adds the
-    product to the mean over heads. From this mean, `finish` computes the rollout of this layer. Only some columns of
-    these matrices, those in `_Columns`, are computed in one run of the model.
+    """Object that computes the attention rollout (attention multiplied over layers) of one layer. `add` multiplies the
+    attention weights of a block of query rows by the rollout of the layers below, and adds the product to the mean over
+    heads. `finish` computes the rollout of the layer from this mean. One run of the model computes only some columns of
+    the rollout (see `_Columns`).
     """
 
     def __init__(self) -> None:

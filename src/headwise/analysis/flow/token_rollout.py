@@ -165,10 +165,10 @@ def _indices(queries: Any, count: int) -> tuple[int, ...]:
 
 
 class _RowPass(LayerReader):
-    """Interceptor that multiplies rows of an attention rollout (`shares`, one row per query token) by the attention
-    matrix of each layer in `numbers`, averaged over heads, from the last layer to the first. For a single layer, the
-    product is computed block by block. For several layers, their attention matrices are stored and multiplied after the
-    run.
+    """Interceptor that multiplies rows of an attention rollout (`shares`, one row per query token) by attention
+    matrices. These are the matrices of the layers in `numbers`, averaged over heads, from the last layer to the first.
+    For a single layer, the product is computed block by block. For several layers, the matrices are stored and
+    multiplied after the run.
     """
 
     def __init__(

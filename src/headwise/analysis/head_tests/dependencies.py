@@ -57,8 +57,8 @@ class DependencyRow(HeadRow):
 
 class _GainTable(Table[DependencyRow]):
     """Base class of tables of dependency accuracy (how often heads attend along a syntactic relation). The column
-    `gain` is the accuracy of a head minus the accuracy of always choosing the word at a fixed offset. The gain is
-    tested against zero.
+    `gain` is the accuracy of a head minus the accuracy of always choosing the word at a fixed offset. A significance
+    test compares the gain with zero.
     """
 
     ROW_TYPE = DependencyRow

@@ -251,8 +251,9 @@ OF_MODEL = "logit_of_model"
 
 class _EndAttention(WeightReader):
     """Interceptor that reads the attention weights from the last token of each prompt to the names in the prompt. Each
-    name has a role: indirect object, or first or second occurrence of the subject. `places` are the token positions of
-    the names, `(prompts, roles)`. The weights of each attention module are `(prompts, heads, roles)`.
+    name has a role: indirect object, or first or second occurrence of the subject. The tensor `places`, `(prompts,
+    roles)`, has the token positions of the names. For each attention module, the weights are a tensor `(prompts, heads,
+    roles)`.
     """
 
     places: Int[Tensor, "prompts roles"]

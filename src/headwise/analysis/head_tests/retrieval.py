@@ -248,8 +248,9 @@ def _share(value: Any) -> float:
 
 
 class _TopKeys(WeightReader):
-    """Interceptor that finds, for each head and each query row in `rows`, the key with the largest attention weight. It
-    reads one sequence and skips other rows. The result of each attention module is `(heads, rows)`.
+    """Interceptor that finds, for each head and each query in `rows`, the key with the largest attention weight. The
+    model reads a single sequence, and other queries are skipped. For each attention module, the indices of the keys are
+    a tensor `(heads, rows)`.
     """
 
     rows = range(0)

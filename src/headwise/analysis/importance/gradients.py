@@ -57,8 +57,9 @@ class ImportanceTask(NamedTuple):
 
 class GateTensors(SiteRegistry):
     """Interceptor that multiplies the output of every head by a gate, so that a loss can be differentiated with respect
-    to the gates. Each attention module (in self- or cross-attention) has one gate per head, separate for each example
-    or common to all. If a module is called several times in a run, all calls use the same gates.
+    to the gates. Each attention module (in self- or cross-attention) has one gate per head. This gate is the same for
+    all examples, or has one value per example. If a module is called several times in a run, all calls use the same
+    gates.
 
     Attributes:
         by_site: gates of each site that was called in the last run.
@@ -74,7 +75,9 @@ class GateTensors(SiteRegistry):
         self._lock = threading.Lock()
 
     def start_batch(self, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Prepare the loss for a batch without gates; return it on the model's device, and its number of examples."""
+        """Prepare the loss for a batch, without gates. Return the batch on the model's device, and its number of
+        examples.
+        """
         batch = to_device(batch, device_of(self._task.data.model))
         self.by_site, self._create = {}, None
         prepare_loss(self._task.loss, self._task.data.model, batch)
@@ -140,7 +143,9 @@ def gate_dtype(out: Tensor) -> torch.dtype:
 
 @contextmanager
 def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
-    """Multiply head outputs by gates in evaluation mode, with frozen parameters; yield what sets the gates."""
+    """Multiply head outputs by gates while the context is active, in evaluation mode and with frozen parameters. Yield
+    the interceptor that sets the gates.
+    """
     model, gates = task.data.model, GateTensors(task)
     # Leaving inference mode also turns gradients on.
     with evaluation_mode(model), frozen_parameters(model), torch.inference_mode(False), intercepted(model, gates):

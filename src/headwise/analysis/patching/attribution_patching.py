@@ -30,9 +30,9 @@ from headwise.shapes import Float
 
 
 class AttributionPatching(Patching):
-    """Table of the estimated effect of patching each head (its output is replaced by that of a run on other prompts),
-    one row per head. The logit difference after patching is not measured, but estimated from derivatives. The columns
-    are those of activation patching.
+    """Table of the estimated effect of patching each head, one row per head. Patching replaces the head's output by
+    that of a run on other prompts. The logit difference after patching is estimated from derivatives, without a patched
+    run. The columns are those of activation patching: `difference` and `recovered`.
 
     With d the logit of the right answer minus that of the wrong one, o the output of the head in the run that is
     patched, and o' its output in the other run, each pair of prompts has

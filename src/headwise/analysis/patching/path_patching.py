@@ -49,10 +49,10 @@ HeadInputs = Mapping[str, Float[Tensor, "batch receivers length features"]]
 
 
 class PathPatching(Patching):
-    """Table of the effect of patching direct paths, one row per head (the sender). The receivers, which are other heads
-    or the logits, read the sender's output from another run, and the outputs of all other heads are frozen.
-    `difference` is the logit of the right answer minus that of the wrong one after patching. `recovered` is this
-    difference on a scale from 0 (corrupted run) to 1 (clean run).
+    """Table of the effect of patching the direct paths from each head (the sender) to the receivers, one row per
+    sender. The receivers, which are other heads or the logits, read the sender's output from another run. The outputs
+    of all other heads stay unchanged. `difference` is the logit of the right answer minus that of the wrong one after
+    patching. `recovered` is this difference on a scale from 0 (corrupted run) to 1 (clean run).
 
     The steps are those of Wang et al. (2022, appendix B, algorithm 1):
 
@@ -147,9 +147,9 @@ def path_patching(
 
 
 class _PathRuns:
-    """Runs of a model in which the direct paths from some heads (the senders) to the receivers are patched. The model
-    runs on the destination batch (the one that is patched), first of all without patches. `names` are the inputs of the
-    receiving heads that are patched (letters q, k and v); it is empty if the receivers are the logits.
+    """Runs of a model in which the direct paths from some heads (the senders) to the receivers are patched. All runs
+    are on the destination batch (the one that is patched), and the first one has no patches. `names` has the letters q,
+    k and v of those inputs of the receiving heads that are patched. It is empty if the receivers are the logits.
 
     Attributes:
         interceptor: interceptor that patches paths, which must be active for `difference`.

@@ -44,10 +44,10 @@ LARGEST_EXPECTATION = 0.05
 @storable
 @dataclass
 class ComparisonProgress(SiteProgress):
-    """Results of comparing heads that one process has so far. For each pair of attention modules, `products` are
-    running sums that compare the outputs of their heads. For each module, `distances` are running means of the
-    distances between the attention weights of its heads, and `rounding` is the squared relative difference up to which
-    outputs of one head at two tokens count as equal.
+    """Partial results of one process that compares heads. For each pair of attention modules, `products` are running
+    sums that compare the outputs of their heads. For each module, `distances` are running means of the distances
+    between the attention weights of its heads. Two outputs of a head count as equal up to a squared relative difference
+    of `rounding`.
     """
 
     products: dict[tuple[SiteKey, SiteKey], OutputProducts] = field(default_factory=dict)
@@ -57,7 +57,8 @@ class ComparisonProgress(SiteProgress):
 
 class HeadComparison(SiteRegistry):
     """Interceptor that measures the similarity of every two heads while a model runs. Attention weights are compared
-    within a layer; head outputs within a layer or, with `across_layers`, in the whole model.
+    between heads of the same layer. Head outputs are compared between heads of the same layer or, with `across_layers`,
+    between all heads of the model.
 
     Outputs of different layers are compared if the layers attend from the same tokens.
 
