@@ -215,8 +215,8 @@ def table_of_losses(
 def surveyed(
     model: nn.Module, dataset: Texts | Iterable[Any], loss: Loss
 ) -> tuple[SiteRegistry, Texts | Iterable[Any]]:
-    """Compute a loss on the first batch of a data set, and return a registry of the attention modules that ran. Return
-    also the data set, to be read from the start: if it is an iterator, the first batch is put back.
+    """Compute a loss on the first batch of a data set, and return a registry of the attention modules that ran. Also
+    return the data set, still with its first batch: if it is an iterator, the batch is put back.
     """
     batches = iterate_batches(dataset)
     first_batch = next(batches, None)

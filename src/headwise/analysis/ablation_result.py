@@ -255,8 +255,8 @@ class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HeadSet(Row):
-    """Row of a table of ablation effects: a named set of heads that were ablated together, with the loss of the model
-    without these heads and their ablation effect.
+    """Row of a table of ablation effects, for a named set of heads that were ablated together. It has the loss of the
+    model without these heads, and this loss minus the loss of the unchanged model.
 
     Attributes:
         name: name of the set.

@@ -121,7 +121,7 @@ def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, "batch 
 
 def _is_close(before: Tensor, after: Tensor) -> bool:
     """Return True if two tensors differ by no more than rounding. Elements that are NaN or infinite in `before` are not
-    compared; NaN is detected later, in the loss.
+    compared, since NaN is detected later, in the loss.
     """
     is_finite = before.isfinite()
     before, after = before[is_finite], after[is_finite]

@@ -167,8 +167,8 @@ class Comparison:
         return plot_kind(kinds, kind, ax, statistic=statistic, errors=errors, top=top)
 
     def _head_numbers(self) -> HeadNumbers:
-        """Return the differences of all heads in all common statistics, with their standard errors, in the form that
-        the plot functions need.
+        """Return the differences of all heads in all statistics that both profiles have, with their standard errors, in
+        the form that the plot functions need.
         """
         common = [name for name in self.a.statistics if name in self.b.statistics]
         pairs = list(zip(self.a.heads, self.b.heads, strict=True))

@@ -274,14 +274,15 @@ class GateInterceptor(Interceptor):
         return out
 
     def _count(self, call: Call) -> int:
-        """Return how many gates the heads of an attention call can have: one per key/value head if the argument
-        `groups` was True, otherwise one per query head.
+        """Return how many gates the heads of an attention call can have. This is the number of key/value heads if the
+        argument `groups` was True, otherwise the number of query heads.
         """
         return call.kv_heads if self._groups else call.grid.heads
 
     def _head_range(self, head: int | None, call: Call) -> tuple[int, int]:
-        """Return the range (start, stop) of the query heads whose outputs a gate with the index `head` changes: one
-        head or, if gates count key/value groups, the heads of one group. If `head` is None, these are all heads.
+        """Return the range (start, stop) of the query heads whose outputs a gate with the index `head` changes. The
+        range is a single head or, if gates are for key/value groups, all heads of one group. If `head` is None, it is
+        all heads.
         """
         count = self._count(call)
         if head is None:
@@ -319,9 +320,9 @@ class GateInterceptor(Interceptor):
 
     def require_intercepted(self, model: nn.Module, stated: Collection[str] = ()) -> None:
         """Check, after the model ran, that the gates had an effect. Raise `InputError` if no attention was intercepted
-        in a gated module, or in one of the modules `stated`, which the user named in the argument `sites` of `gate`.
-        Raise it also if a gate for a layer number was applied in one module, while the run shows that another module
-        has this number.
+        in a gated module, or in one of the modules `stated`, which the user listed in the argument `sites` of `gate`.
+        Raise it also if a gate for a layer number was applied in one module, but the run shows that the number belongs
+        to another module.
         """
         if not self._ran:
             return
@@ -348,7 +349,7 @@ class GateInterceptor(Interceptor):
 
 def _gated_queries(positions: Tensor, call: Call) -> Bool[Tensor, "#batch queries"]:
     """Return a mask that is True at the gated queries of an attention call. `positions` has the indices of these
-    queries, or is already a mask; then its shape is checked.
+    queries, or is already a mask, whose shape is then checked.
     """
     batch, queries = call.grid.batch, call.grid.queries
     positions = positions.to(call.grid.device)

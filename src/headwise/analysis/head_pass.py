@@ -212,8 +212,8 @@ def measure_sequences(
     **options: Any,
 ) -> TableT:
     """Run a model over data, measure values of each sequence, and return a table of them. `measure_batch` runs the
-    model on one batch. It returns a record (labels and numbers of heads) of each attention module, and the measured
-    values by module. `make_table` makes the table from all modules, the values of all sequences in order, and the
+    model on one batch. For each attention module, it returns a record (the labels and the number of its heads) and the
+    measured values. `make_table` makes the table from all modules, the values of all sequences in order, and the
     metadata. `options` are further arguments of `table_of_pass`.
     """
     device = device_of(data.model)
@@ -252,8 +252,8 @@ def head_statistics(
     registry: SiteRegistry, names: Iterable[str], numbers: int = 1
 ) -> Iterator[tuple[dict[str, Any], dict[str, list[MeanEstimate]]]]:
     """Yield, for each head, its labels (layer, head, ...) and the estimates of the statistics `names` for this head.
-    Each of these statistics has `numbers` values per head, such as one per bin of positions, and so as many estimates.
-    If a statistic was not measured in the head's module, its estimates have 0 samples.
+    Each of these statistics has `numbers` values per head, such as one per bin of positions, and one estimate for each
+    value. If a statistic was not measured in the head's module, its estimates have 0 samples.
     """
     of_sites: dict[SiteKey, dict[str, list[MeanEstimate]]] = {}
     for record, labels in registry.head_labels():
@@ -267,8 +267,8 @@ def head_statistics(
 
 
 def head_rows(registry: SiteRegistry, columns: Mapping[str, str]) -> tuple[HeadRow, ...]:
-    """Return a table row for each head with some of its statistics. `columns` maps each statistic's name in `registry`
-    to its name in the rows.
+    """Return a table row for each head with some of its statistics. `columns` maps the name of each statistic in
+    `registry` to the name of its column in the table.
     """
     return tuple(
         HeadRow(**labels, statistics={columns[name]: each[0] for name, each in of_head.items()})

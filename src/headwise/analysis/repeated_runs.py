@@ -65,8 +65,8 @@ class RepeatedRuns:
 
     def run_gated(self, compute: Compute, paths: Collection[str]) -> Tensor:
         """Run the model on the current batch by calling `compute`, and return the results of this call. The caller has
-        gated heads of the attention modules at `paths`, and no others. If layer outputs can be reused, layers that end
-        before these modules return their recorded outputs.
+        gated heads only in the attention modules at `paths`. If layer outputs can be reused, layers that end before
+        these modules return their recorded outputs.
         """
         with restored_state(self._model), self._replay.reused_until(paths) if self._reuses else nullcontext():
             return compute()

@@ -176,8 +176,8 @@ class MeanOutputs(OutputReader):
         self._sums[key] = earlier_total + total, earlier_tokens + tokens
 
     def mean_of_call(self, site: SiteKey, index: int) -> Float[Tensor, "heads value_dim"]:
-        """Return the mean output of each head in one attention call: number `index`, from 0, of the calls that `site`
-        (a module's self- or cross-attention) makes in a run of the model.
+        """Return the mean output of each head in one attention call in a run of the model. `site` is a module's self-
+        or cross-attention, and `index` is the number of its call in the run, from 0.
         """
         if (site, index) not in self._sums:
             expected = f"batches in which {site.path} attends {index + 1} times"

@@ -69,8 +69,9 @@ def _linear_output_embedding(model: Any) -> nn.Linear | None:
 def _tiled_cross_entropy(
     hidden: Float[Tensor, "rows width"], embedding: nn.Linear, targets: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """Return -ln softmax(hidden W^T + b)[target] of each row, where W and b are the weight and the bias of the output
-    embedding. Logits are computed for a block of rows and vocabulary tokens at a time, and combined by log-sum-exp.
+    """Return -ln softmax(hidden W^T + b)[target] for each row of `hidden` (the last hidden state of a token). W and b
+    are the weight and the bias of the output embedding. Logits are computed for a block of rows and vocabulary tokens
+    at a time, and combined by log-sum-exp.
     """
     weights = torch.split(embedding.weight, TOKENS_PER_TILE)
     biases = [None] * len(weights) if embedding.bias is None else torch.split(embedding.bias, TOKENS_PER_TILE)

@@ -78,7 +78,7 @@ def view_image(
 
 
 def _inputs(model: nn.Module, processor: Any, image: Any) -> dict[str, Tensor]:
-    """Return the arguments with which to call the model: the pixel values of the image, and other outputs of the
+    """Return the arguments with which to call the model: the pixel values of the image, and other outputs of the image
     processor that the model accepts. Without a processor, `image` itself has the pixel values.
     """
     if processor is None:

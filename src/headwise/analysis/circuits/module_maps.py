@@ -170,8 +170,8 @@ def _scores(
     trace: RunTrace, weights: Mapping[str, Tensor], call: ModuleCall
 ) -> tuple[Float[Tensor, " heads"], Rotation, str | None]:
     """Determine how an attention module computes its scores. Return the scale of each head, the rotation of queries and
-    keys by position, and None. Return a reason instead of None if the scale times the products of rotated queries and
-    keys does not reproduce the recorded attention weights.
+    keys by position, and None. If the scores are not the scale times the products of rotated queries and keys, the
+    third result is a reason instead of None.
     """
     assert call.input is not None
     path, ones, rotation = call.path, torch.ones(len(weights["query"])), _rotation(trace, call)

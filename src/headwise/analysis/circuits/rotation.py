@@ -31,7 +31,8 @@ class Rotation(NamedTuple):
 
 
 def layer_rotation(rotary: Rotary) -> Rotation:
-    """Return the rotation of queries and keys by position in headwise's own attention layer, for its option `rotary`.
+    """Return the rotation of queries and keys by position in headwise's own attention layer, for the option `rotary` of
+    the layer.
     """
     return Rotation(
         lambda features, positions: rotary.rotate(features[None], positions[None])[0], lambda: rotary.depends_on_length

@@ -153,7 +153,7 @@ def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> 
 def _stream_end(trace: RunTrace, shape: torch.Size) -> tuple[Tensor, ModuleCall | None, ModuleCall | None] | None:
     """Return the last tensor of the residual stream, which has the given `shape`: the input of the final norm or,
     without such a norm, of the output embedding. Also return the recorded calls of the final norm and of the output
-    embedding, each None if it is missing. Return a single None if no such tensor is found.
+    embedding. A missing call is None. If no such tensor is found, return None in place of all three.
 
     If the model does not name its output embedding, the tensor is derived from the output of the model, or else from
     the input of the last norm.

@@ -116,7 +116,7 @@ def require_whole(sums: Float[Tensor, "*queries"], path: str, eps: float) -> Non
 
 
 def eps_of(row_block: RowBlock) -> float:
-    """Return the machine epsilon of an attention call: that of the dtype of its value vectors or, if these are unknown,
-    of its attention weights.
+    """Return the machine epsilon of an attention call. It is the epsilon of the dtype of the value vectors or, if the
+    values are unknown, of the dtype of the attention weights.
     """
     return torch.finfo(row_block.powers.dtype if row_block.values is None else row_block.values.dtype).eps

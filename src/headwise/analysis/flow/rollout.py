@@ -193,8 +193,8 @@ def rollout(
 
 
 def residual_share(residual: Any) -> float:
-    """Return `residual`, the weight of the residual connection in the rollout, as a float. Raise `InputError` unless it
-    is at least 0 and below 1.
+    """Return `residual`, the weight of the residual connection in the rollout (attention multiplied over layers), as a
+    float. Raise `InputError` unless it is at least 0 and below 1.
     """
     share = finite_number("residual", residual)
     if not 0.0 <= share < 1.0:
@@ -276,7 +276,7 @@ class RolloutRun(LayerReader):
     runs of the model. Each run is for a range of tokens, which begins at the token `start` and has as many tokens as
     fit into memory. The statistics that depend on these tokens are added to `sums`, which has the sums of each layer.
 
-    For the entropy, the tokens of the part are the input tokens to which rolled-out attention goes. For attention on
+    For the entropy, the tokens of the range are the input tokens to which rolled-out attention goes. For attention on
     the query itself and for distances, they are the queries.
     """
 

@@ -206,9 +206,9 @@ class _RowPass(LayerReader):
         return Observation(observer, CallContext(), lambda: None)
 
     def passed(self) -> list[Float[Tensor, "queries tokens"]]:
-        """Return the shares of the tokens at the input of each layer, from the last layer to the first. They are the
-        shares at the layer's output, multiplied by its mean attention matrix and mixed with the unmultiplied shares
-        (the residual connection).
+        """Return the shares of the tokens at the input of each layer, from the last layer to the first. To compute
+        them, the shares at the layer's output are multiplied by its mean attention matrix. The product is mixed with
+        the unmultiplied shares, to account for the residual connection.
         """
         shares, found = self._shares, []
         for number in reversed(self._numbers):

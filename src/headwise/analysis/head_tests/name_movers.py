@@ -308,8 +308,8 @@ def name_copying(model: nn.Module, prompts: Sequence[NamePrompt]) -> tuple[dict[
 
 
 def _copying(copy: nn.Module, prompts: Sequence[NamePrompt]) -> dict[str, Copying]:
-    """Return for each attention module but the first, by path, whether its heads copy the names of the prompts. `copy`
-    is the model in float64.
+    """Test whether heads copy the names of the prompts. Return a dictionary from the path of each attention module,
+    except the first, to the results for its heads. `copy` is the model in float64.
     """
     batch = batch_of_ids(copy, prompts[0].ids[None])
     trace = RunTrace(copy, batch)

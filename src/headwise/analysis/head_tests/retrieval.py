@@ -277,8 +277,9 @@ MORE = 4
 
 
 def forced_answer(tokenizer: Any, text: Haystack) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " places"], int]:
-    """Return the tokens of a long text, its question and the correct answer to it; the places of the needle's answer
-    among them; and the place of the first token of the answer to the question.
+    """Return three things for a text that hides a needle (sentence) and ends with a question. These are the tokens of
+    the text and the correct answer after it, the positions of those tokens that are the answer within the needle, and
+    the position of the first token of the answer after the question.
     """
     prompt, spans = prompt_with_spans(tokenizer, text.text)
     whole, _ = prompt_with_spans(tokenizer, text.text + text.continuation)
@@ -296,7 +297,9 @@ def forced_answer(tokenizer: Any, text: Haystack) -> tuple[Int[Tensor, " tokens"
 def generated_answer(
     model: Any, tokenizer: Any, forced: Int[Tensor, " tokens"], first: int
 ) -> Int[Tensor, " generated_tokens"]:
-    """Return the tokens with the answer that the model generates, of at most 4 tokens more than the correct one."""
+    """Let the model generate an answer of at most 4 tokens more than the correct one. Return the tokens of the text,
+    the question and the generated answer.
+    """
     if not (hasattr(model, "can_generate") and model.can_generate()):
         remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
         raise InputError("model", expected="a model that generates text", got=type(model).__name__, remedy=remedy)
@@ -318,8 +321,9 @@ def generated_answer(
 
 
 def require_same_tokens(ids: Int[Tensor, " tokens"], first: int, output: Any) -> None:
-    """Raise `InputError` unless each token of a generated answer has the largest logit in `output`, up to rounding. For
-    `output`, the model read text and answer at once; otherwise attention may differ from that during generation.
+    """Raise `InputError` unless each token of a generated answer has the largest logit in `output`, up to rounding.
+    `output` is the model's output for the text and the answer together. If it predicts other tokens than during
+    generation, attention may differ, too.
     """
     logits = output.logits[0, first - 1 : -1].float().cpu()
     below = (logits.amax(1) - logits.gather(1, ids[first:, None])[:, 0]) / logits.abs().amax(1)

@@ -175,7 +175,7 @@ class GradientProgress(SiteProgress):
 @dataclass(frozen=True)
 class GradientMethod:
     """Base class of importance methods that compute a score per head from the derivatives of the loss with respect to
-    gates (factors of the head outputs).
+    gates (factors by which head outputs are multiplied).
     """
 
     only_at_one: ClassVar[bool] = True
@@ -213,8 +213,8 @@ class GradientMethod:
         self, task: ImportanceTask, parts: Sequence[GradientProgress], _metadata: dict[str, Any]
     ) -> tuple[list[HeadRow], dict[str, Any]]:
         """Return one table row per head, with means of the scores over the examples of all processes. Also return
-        additional entries for the table's metadata. For an example in which a head did not run, the derivative counts
-        as 0.
+        additional entries for the table's metadata. If a head did not run in an example, its derivative in this example
+        counts as 0.
         """
         registry, counted = merged_registry(task.data.model, parts), _zeros(torch.zeros(0, dtype=torch.bool), None)
         for part in parts:
@@ -291,9 +291,9 @@ def _missing(counted: RunningMoments, measured: RunningMoments | None, heads: in
 
 @dataclass(frozen=True)
 class Gradient(GradientMethod):
-    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g. The first score
-    is the mean over examples of |dL/dg| (Michel, Levy and Neubig 2019, equation 5). The second is the mean of -dL/dg, a
-    first-order estimate of the ablation effect.
+    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g (a factor of the
+    head's output). The first score is the mean over examples of |dL/dg| (Michel, Levy and Neubig 2019, equation 5). The
+    second is the mean of -dL/dg, a first-order estimate of the ablation effect.
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
@@ -302,9 +302,9 @@ class Gradient(GradientMethod):
 
 @dataclass(frozen=True)
 class Square(GradientMethod):
-    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g. The score is the
-    mean over examples of (dL/dg)^2, the empirical Fisher information of the gate (Theis et al. 2018; Molchanov et al.
-    2019).
+    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g (a factor of the
+    head's output). The score is the mean over examples of (dL/dg)^2, the empirical Fisher information of the gate
+    (Theis et al. 2018; Molchanov et al. 2019).
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
@@ -313,9 +313,10 @@ class Square(GradientMethod):
 
 @dataclass(frozen=True)
 class Integrated(GradientMethod):
-    """Importance method that uses integrated gradients (Sundararajan, Taly and Yan 2017). With the loss L and a head's
-    gate g, the score is -dL/dg, integrated while all gates rise together from 0 to 1. For each example, the scores of
-    all heads add up to the effect of removing all heads, up to the error of numerical integration.
+    """Importance method that uses integrated gradients (Sundararajan, Taly and Yan 2017). L is the loss, and a head's
+    gate g is a factor of the head's output. The score is -dL/dg, integrated while all gates rise together from 0 to 1.
+    For each example, the scores of all heads add up to the effect of removing all heads, up to the error of numerical
+    integration.
 
     The completeness gap is the sum over examples of the absolute difference between this sum of scores and the effect,
     divided by the sum of the absolute effects. So errors of opposite sign do not cancel. For each batch, the number of

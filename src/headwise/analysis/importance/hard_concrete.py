@@ -129,7 +129,7 @@ def _stretched(gates: Tensor) -> Tensor:
 
 
 class _GateFit:
-    """Object that fits the random gates of all heads once, with its own Adam optimiser. The `seed` is that of the
+    """Object that fits the random gates of all heads once, with its own Adam optimiser. `seed` is the seed of the
     random noise of the gates.
 
     Attributes:

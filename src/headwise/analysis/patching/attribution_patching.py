@@ -30,9 +30,9 @@ from headwise.shapes import Float
 
 
 class AttributionPatching(Patching):
-    """Table of the estimated effect of patching each head, one row per head. Patching replaces the head's output by
-    that of a run on other prompts. The logit difference after patching is estimated from derivatives, without a patched
-    run. The columns are those of activation patching: `difference` and `recovered`.
+    """Table of the estimated effect of patching each head, one row per head. Patching replaces the head's output by its
+    output in a run on other prompts. The logit difference after patching is estimated from derivatives, not measured.
+    The columns are those of activation patching: `difference` and `recovered`.
 
     With d the logit of the right answer minus that of the wrong one, o the output of the head in the run that is
     patched, and o' its output in the other run, each pair of prompts has
@@ -175,7 +175,7 @@ class _OutputGradients(SiteRegistry):
 
     def change(self, call: Call) -> Change | None:
         """Return the function that makes the head outputs of an attention call depend on a tensor that requires
-        gradients. Return None if `reset` selected an attention module, and the call is of a different one.
+        gradients. If `reset` selected an attention module, return None for calls of all other modules.
         """
         if not call.is_recomputation:
             self.register(call)

@@ -137,9 +137,9 @@ def _answer_token(tokenizer: Any, name: str, answer: str, prompts: Iterable[tupl
 
 
 class PromptPairs:
-    """Clean and corrupted batch of prompts for patching: values from the run on the source batch replace those in the
-    run on the destination batch. With the direction "denoise", the clean batch is the source; with "noise", the
-    corrupted batch is. At creation, the model runs on the source batch.
+    """Clean batch and corrupted batch of prompts for patching. Patching replaces values in the run on one batch (the
+    destination) by values from the run on the other batch (the source). With the direction "denoise", the clean batch
+    is the source; with "noise", the corrupted batch is. The model runs on the source batch when the object is created.
 
     Attributes:
         source_run: head outputs in the run on the source batch.
@@ -211,8 +211,8 @@ class PromptPairs:
 
     def estimates(self, difference: Float[Tensor, " pairs"]) -> dict[str, MeanEstimate]:
         """Return two means over prompt pairs. `difference` is the mean of the given logit differences. `recovered` is
-        the mean of these differences on a scale from 0 (value in the corrupted run) to 1 (value in the clean run). It
-        leaves out pairs with the same logit difference in both runs.
+        the mean of these differences on a scale from 0 (value in the corrupted run) to 1 (value in the clean run).
+        Pairs with the same logit difference in the corrupted and the clean run are left out of `recovered`.
         """
         if not bool(difference.isfinite().all()):
             raise InputError("model", expected="finite logits in each patched run", got="NaN or infinity")

@@ -129,8 +129,8 @@ class HeadComparison(SiteRegistry):
         return self._latest[1]
 
     def _name_unknown_padding(self, path: str, reason: str) -> None:
-        """Record a warning for the module at `path` if `reason` states that it is unknown which of its queries are
-        padding. Ignore other reasons, since they do not affect comparisons.
+        """Record a warning for the module at `path` if `reason` states that the padding among its queries is unknown.
+        Ignore other reasons, since they do not affect comparisons of heads.
         """
         if reason == PADDED_QUERIES_UNKNOWN:
             self.on_left_out(path, PADDING_IS_COMPARED)
@@ -182,9 +182,9 @@ class HeadComparison(SiteRegistry):
     def _written_directions(
         self, call: Call, out: Float[Tensor, "tokens heads value_dim"]
     ) -> Float[Tensor, "heads tokens width"]:
-        """Return what each head writes into the residual stream at each token, as unit vectors. This is the head's
-        output after its slice of the output projection, or the head output itself if the projection is unknown. Vectors
-        of zeros remain 0.
+        """Return what each head writes into the residual stream at each token, as unit vectors. A head writes its
+        output multiplied by its slice of the output projection. If the projection is unknown, the head output itself is
+        used. Vectors of zeros remain 0.
         """
         heads, value_dim = out.shape[1:]
         if call.site not in self._projection_slices:
@@ -220,7 +220,8 @@ class HeadComparison(SiteRegistry):
 
     def similarity(self) -> dict[str, Float[Tensor, "heads heads"]]:
         """Return one symmetric matrix of heads by heads for each measure of similarity: "cosine", "cka" and "distance".
-        Pairs that were not compared are NaN. So is `cka` for a head with the same output at all tokens, up to rounding.
+        Pairs that were not compared are NaN. `cka` is also NaN for a head with the same output at all tokens, up to
+        rounding.
         """
         columns, total = {}, 0
         for record in self.records:
@@ -244,8 +245,9 @@ class HeadComparison(SiteRegistry):
 
 
 def _squared_rounding(out: Tensor, keys: int) -> float:
-    """If all keys have the same value vector, two heads have equal outputs up to rounding, whatever their attention
-    weights. Return the square of a bound on this relative rounding error, for outputs that are sums over `keys` keys.
+    """Return the square of a bound on the relative rounding error of head outputs `out`, which are sums over `keys`
+    keys. If all keys have the same value vector, head outputs are equal up to this error, whatever the attention
+    weights.
 
     Values, weights and outputs are rounded to the dtype of the outputs. Sums over keys are rounded at each key, in
     float32 or better. The roundings are independent, so their squares add up (Higham and Mary 2019).
