@@ -107,9 +107,9 @@ def gate(
 
 
 def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> "dict[str, list[HeadGate]]":
-    """Check the argument `values` of `gate`, and return the gates of each attention module by the module's path. If a
-    layer number fits several modules, the gate is listed for each of them. When the model runs, only the first of these
-    modules that attends applies the gate.
+    """Check the argument `values` of `gate`, and return the gates (factors or replacements of head outputs) of each
+    attention module by the module's path. If a layer number fits several modules, the gate is listed for each of them.
+    When the model runs, only the first of these modules that attends applies the gate.
     """
     if not isinstance(values, Mapping):
         raise InputError("values", expected="a mapping {(layer, head): value}", got=type(values).__name__)
@@ -137,8 +137,9 @@ def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> "dict
 
 
 def _prepared(gates: "Mapping[str, list[HeadGate]]", model: nn.Module) -> "dict[str, list[HeadGate]]":
-    """Return the gates after preparing their replacements of head outputs. Preparation may run the model, for example
-    to compute means. A replacement that several gates use is prepared once, for all their modules.
+    """Return the gates (factors or replacements of head outputs) after preparing the replacements. Preparation may run
+    the model, for example to compute means. A replacement that several gates use is prepared once, for all their
+    modules.
     """
     modules: dict[int, tuple[Replacement, list[str]]] = {}
     for path, module_gates in gates.items():
@@ -248,8 +249,9 @@ class GateInterceptor(Interceptor):
         return None if not gates else lambda attended: self._apply(gates, attended, call)
 
     def _gates_of(self, label: str) -> list[HeadGate]:
-        """Return the gates of the attention module that is named `label`. Gates that the user specified by layer number
-        are left out if another module with this number has attended first.
+        """Return the gates (factors or replacements of head outputs) of the attention module that is named `label`.
+        Gates that the user specified by layer number are left out if another module with this number has attended
+        first.
         """
         taken = self._label_of_layer
         return [

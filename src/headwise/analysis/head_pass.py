@@ -167,7 +167,7 @@ def measure_heads(
     data: PassData, watched: AbstractContextManager[Heads], data_pass: Pass[SiteProgress]
 ) -> SiteProgress:
     """Run a model on this process's share of the batches, and return the statistics of its heads over the whole share.
-    Batches that the process's checkpoint already includes are not repeated.
+    Batches whose statistics are already in the process's checkpoint (its stored partial result) are skipped.
     """
     progress, device = SiteProgress(), device_of(data.model)
     with watched as heads:

@@ -59,7 +59,7 @@ class RecordedOutputs(OutputReader):
         self._last_run: dict[SiteKey, int] = {}
 
     def on_model_call(self) -> None:
-        """Count one more run of the model. It is called when a run starts."""
+        """Count one more run of the model. This method is called when a run starts."""
         self._runs += 1
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:

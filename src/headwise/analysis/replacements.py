@@ -244,7 +244,7 @@ class Patch(Replacement):
 
 class Resample(Replacement):
     """Object that replaces a head's output by the same head's output on another batch. The function `resample` creates
-    it. `prepare` runs the model on that batch, and returns a `Patch` with the recorded outputs.
+    such objects. Their method `prepare` runs the model on that batch, and returns a `Patch` with the recorded outputs.
 
     Attributes:
         batch: a tensor, or a mapping of the model's arguments.

@@ -78,7 +78,8 @@ class ResidualStream:
 
     def final_norm_call(self) -> _ModuleCall:
         """Return the call of the final norm in the last observed run: the module, its input and its output. Raise
-        `InputError` if there is none. Raise it also if input and output differ in shape, or do not have three axes.
+        `InputError` if no such call was found. Raise it also if input and output differ in shape, or do not have three
+        axes.
         """
         call = self._final_call
         if call is None or call.input.shape != call.output.shape or call.output.ndim != 3:

@@ -240,8 +240,9 @@ class Focus:
 
     @property
     def verdict(self) -> str:
-        """Text that states which heads have the focus: those with at least half of their attention on the chosen words,
-        and more than under uniform attention. For several texts it also states the result of a test.
+        """Text that states which heads have the focus (attend mostly to the chosen words). These are the heads with at
+        least half of their attention on the chosen words, and more than under uniform attention. For several texts, the
+        text also states the result of a significance test.
         """
         texts, largest = len(self.words), max(self.heads, key=lambda each: each.share)
         is_tested = texts >= MIN_TESTED_TEXTS

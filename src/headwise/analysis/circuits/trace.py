@@ -141,7 +141,9 @@ class RunTrace(SiteRegistry):
             raise InputError("model", expected="attention in a way that can be seen", got=got)
 
     def observe(self, call: Call) -> Observation:
-        """Return an `Observation` that stores the attention weights of a call in float64."""
+        """Return an `Observation` (receiver of attention weights) that stores the attention weights of a call in
+        float64.
+        """
         self.register(call)
         path, grid = call.site.path, call.grid
         if call.site.cross:

@@ -65,7 +65,8 @@ class RolloutLayers(Table[LayerRow]):
     def plot(
         self, statistics: Collection[str] = ("first", "self", "special"), *, errors: float = 1.96, ax: Any = None
     ) -> "Axes":
-        """Draw statistics of the rollout against the layer, with error bars, and return the matplotlib axes.
+        """Draw statistics of the attention rollout (attention multiplied over layers) against the layer, with error
+        bars, and return the matplotlib axes.
 
         Args:
             statistics: names of statistics of the same unit; those that were not measured are left out.
@@ -321,8 +322,9 @@ class _Columns:
 
     @staticmethod
     def of(row_block: RowBlock, context: CallContext, start: int) -> "_Columns":
-        """Return the columns at the input of the first layer, where the rollout matrix is the identity. The columns
-        belong to the tokens from `start` on, as many as fit into memory.
+        """Return the columns of the attention rollout (attention multiplied over layers) at the input of the first
+        layer, where the rollout matrix is the identity. The columns are for the tokens from `start` on, as many as fit
+        into memory.
         """
         grid, powers = row_block.grid, row_block.powers
         token_bytes = 2 * 2 * powers.element_size() * grid.batch * grid.queries  # with the columns of the next layer
@@ -417,8 +419,8 @@ class _Layer:
                 add(sums.direct, "special", row_block.feature_sums["special"])
 
     def finish(self, columns: _Columns, residual: float, sums: LayerSums, path: str) -> None:
-        """Update `columns` from the rollout of the layers below to the rollout that includes this layer and its
-        residual connection. Add the statistics of this layer's rollout to `sums`.
+        """Update `columns` from the rollout (attention multiplied over layers) of the layers below to the rollout that
+        includes this layer and its residual connection. Add the statistics of this layer's rollout to `sums`.
         """
         assert self._product is not None
         assert self._counted is not None

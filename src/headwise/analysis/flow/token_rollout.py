@@ -49,9 +49,9 @@ class TokenRollout:
     residual: float
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row for each query and token. The columns are the indices `query` and
-        `token`, the texts `query_text` and `token_text`, and `weight`, the share of the token in the rollout of the
-        query.
+        """Return the attention rollout (attention multiplied over layers) as a pandas DataFrame with one row for each
+        query and token. The columns are the indices `query` and `token`, the texts `query_text` and `token_text`, and
+        `weight`, the share of the token in the rollout of the query.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -65,8 +65,8 @@ class TokenRollout:
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows, columns=columns)
 
     def plot(self, ax: Any = None) -> "Axes":
-        """Draw the shares of the tokens in the rollout as a matrix, with one row per query and one column per token,
-        and return the matplotlib axes.
+        """Draw the shares of the tokens in the attention rollout (attention multiplied over layers) as a matrix, with
+        one row per query and one column per token, and return the matplotlib axes.
 
         Args:
             ax: matplotlib axes to draw on; those of a new figure by default.
@@ -181,8 +181,8 @@ class _RowPass(LayerReader):
         self._eps = 0.0
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation | None:
-        """Return an `Observation`, which receives the attention weights of layer `number`. Return None if this layer is
-        not one of those by which the rollout is multiplied.
+        """Return an `Observation`, which receives the attention weights of layer `number`. Return None if the attention
+        rollout (attention multiplied over layers) is not multiplied by the weights of this layer.
         """
         if number not in self._numbers:
             return None

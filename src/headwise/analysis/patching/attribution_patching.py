@@ -201,7 +201,8 @@ class _OutputGradients(SiteRegistry):
     ) -> dict[SiteKey, Float[Tensor, "pairs heads"]]:
         """Return a first-order estimate of the effect of patching, for each prompt pair and each head of the attention
         modules `sites`. It is the derivative of `result` with respect to the head's output, times the change of this
-        output from the destination run to the source run. The product is summed over queries and features.
+        output. The change is from the destination run (on the batch that is patched) to the source run. The product is
+        summed over queries and features.
         """
         if not result.requires_grad:
             got = "none" if self._inputs else "none, as heads could not be changed"

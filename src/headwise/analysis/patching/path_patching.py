@@ -193,8 +193,8 @@ class _PathRuns:
                 self._require_frozen_mlps()
 
     def difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
-        """Patch the direct paths from all `senders` to the receivers. Return, for each prompt pair, the logit of the
-        right answer minus that of the wrong one in the patched run.
+        """Patch the direct paths from some heads, `senders`, to the receivers (other heads or the logits). Return, for
+        each prompt pair, the logit of the right answer minus that of the wrong one in the patched run.
         """
         difference = self._frozen_difference(senders)
         if not self._patches_heads:
@@ -212,9 +212,9 @@ class _PathRuns:
         return self.runs.run_gated(self._pairs.difference, {site.path for site, _ in changed})
 
     def _frozen_difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
-        """Run the model with the outputs of all heads replaced by recorded ones. Senders have their outputs in the run
-        on the source batch, and other heads have their outputs in the unpatched run. Return the logit difference of
-        each prompt pair. If `senders` is empty, no layer outputs of earlier runs are reused.
+        """Run the model with the outputs of all heads replaced by recorded ones. The heads in `senders` have their
+        outputs in the run on the source batch, and other heads have their outputs in the unpatched run. Return the
+        logit difference of each prompt pair. If `senders` is empty, no layer outputs of earlier runs are reused.
         """
         self.interceptor.freeze(senders)
         with nullcontext() if self._mlps is None else self._mlps.replayed():
@@ -289,9 +289,9 @@ class _PathInterceptor(Interceptor):
         self.recorded: dict[CallKey, HeadInputs] = {}
 
     def freeze(self, senders: Iterable[tuple[SiteKey, int]]) -> None:
-        """Set up the next runs, in which the outputs of all heads are replaced. Senders have their outputs in the run
-        on the source batch, and all other heads have their outputs in the unpatched run. The queries, keys or values of
-        the receivers are recorded.
+        """Set up the next runs, in which the outputs of all heads are replaced. The heads in `senders` have their
+        outputs in the run on the source batch, and all other heads have their outputs in the unpatched run. The
+        queries, keys or values of the receivers (heads that read the senders' outputs) are recorded.
         """
         self._senders, self._new_inputs, self._records, self.recorded = {}, {}, True, {}
         for site, head in senders:

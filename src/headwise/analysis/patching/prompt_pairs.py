@@ -188,8 +188,8 @@ class PromptPairs:
         return self._tokens.logit_difference(self.model, copied(batch))
 
     def set_unpatched(self, difference: Float[Tensor, " pairs"]) -> None:
-        """Store the logit differences of the run on the destination batch without patches, in the attribute
-        `unpatched`. Raise `InputError` if one of them is NaN or infinite.
+        """Store the logit differences of the run on the destination batch (the one that is patched), without patches,
+        in the attribute `unpatched`. Raise `InputError` if one of them is NaN or infinite.
         """
         self.unpatched = difference.detach()
         self._require_finite(self.unpatched, self._destination)
