@@ -244,8 +244,8 @@ def compare(a: Profile, b: Profile) -> Comparison:
 
 
 def _description(head: ProfiledHead | None) -> str:
-    """Return text that identifies a head in an error message: name, module and kind of attention. If the head is None,
-    because one profile has fewer heads than the other, the text is "no more".
+    """Return text that identifies a head in an error message: name, module and kind of attention (self or cross). If
+    the head is None, because one profile has fewer heads than the other, the text is "no more".
     """
     return "no more" if head is None else f"{head.name} in {head.module} ({head.kind} attention)"
 

@@ -126,8 +126,8 @@ def table_of_pass(
 
 
 def merged_registry(model: nn.Module, parts: Iterable[SiteProgress]) -> SiteRegistry:
-    """Merge the partial results of all processes. Return a registry of attention modules with their statistics over all
-    sequences.
+    """Merge the partial results of all processes. Return a registry (list of attention modules) that has the statistics
+    of each module over all sequences.
     """
     registry = SiteRegistry(model)
     for part in parts:

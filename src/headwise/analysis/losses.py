@@ -46,8 +46,8 @@ def require_loss(loss: Any) -> None:
 
 
 def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
-    """Call `loss.prepare(model, batch)` with a copy of the batch, if the loss has this method. In this method, a loss
-    computes what it needs from the unchanged model.
+    """Call `loss.prepare(model, batch)` with a copy of the batch, if the loss has a method `prepare`. In this method, a
+    loss computes what it needs from the unchanged model.
     """
     if hasattr(loss, "prepare"):
         loss.prepare(model, copied(batch))

@@ -149,13 +149,13 @@ class MeanOutputs(OutputReader):
         self._real_queries: dict[int, Bool[Tensor, "batch queries"] | None] = {}
 
     def on_model_call(self) -> None:
-        """Start a new call of the model: discard the padding masks from the previous call."""
+        """Start a new call of the model: discard the padding masks that were stored in the previous call."""
         self._contexts.on_model_call()
         self._real_queries = {}
 
     def change(self, call: Call) -> Change | None:
-        """Determine which queries of an attention call are not padding. Return the function that `OutputReader.change`
-        returns, which passes the head outputs to `read`. In cross-attention, the padding of the queries is known from
+        """Determine which queries of an attention call are not padding. Return a function that passes the call's head
+        outputs to `read`, or None if they are not read. In cross-attention, the padding of the queries is known from
         earlier calls of other modules.
         """
         if not call.is_recomputation:

@@ -56,7 +56,7 @@ _models_with_processed_logits: "WeakSet[nn.Module]" = WeakSet()
 def _linear_output_embedding(model: Any) -> nn.Linear | None:
     """Return the output embedding of a `transformers` model if the model can run without computing all logits at once;
     otherwise None. The embedding must be a plain linear layer without hooks of other packages. The model must return
-    the layer's output as logits unchanged; a model that was found to change it in an earlier run is excluded.
+    the layer's output as logits unchanged. A model is excluded if an earlier run showed that it changes this output.
     """
     if model in _models_with_processed_logits or not hasattr(model, "get_output_embeddings"):
         return None

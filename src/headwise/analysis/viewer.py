@@ -435,7 +435,7 @@ class Viewer(SiteRegistry):
         return Observation(observer, context, on_end, partial(require_agreement, site.path))
 
     def _sides_of(self, call: Call) -> tuple[int, int] | None:
-        """Return the indices of two texts, the one with the queries and the one with the keys of an attention call.
+        """Return the indices of two texts: the text with the queries and the text with the keys of an attention call.
         Return None if the call is not over the tokens of the texts, or if it could be over either of two texts.
         """
         grid, lengths = call.grid, [len(each.tokens) for each in self._texts]

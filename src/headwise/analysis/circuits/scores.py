@@ -132,7 +132,7 @@ class Composition(Table[HeadPair]):
 
     @property
     def expected(self) -> float:
-        """Composition score to expect of random matrices: the root mean square of their scores, 1 / sqrt(width)."""
+        """Composition score to expect of two random matrices: the root mean square of such scores, 1 / sqrt(width)."""
         return float(self.metadata["measured"]["expected"])
 
     @property

@@ -370,8 +370,9 @@ class _Layer:
         self._eps = 0.0
 
     def add(self, row_block: RowBlock, columns: _Columns, sums: LayerSums) -> None:
-        """Multiply the attention weights of a block (some query rows of some heads) by `columns`, the rollout of the
-        layers below. Add the products to this layer's mean over heads, and the statistics of each head to `sums`.
+        """Multiply the attention weights of a block (some query rows of some heads) by `columns`, the attention rollout
+        of the layers below. Add the products to this layer's mean over heads, and the attention statistics of each head
+        to `sums`.
         """
         grid, tile, before = row_block.grid, row_block.tile, columns.values
         if self._product is None or self._counted is None:

@@ -65,8 +65,8 @@ class TokenRollout:
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows, columns=columns)
 
     def plot(self, ax: Any = None) -> "Axes":
-        """Draw the shares of the tokens in the attention rollout (attention multiplied over layers) as a matrix, with
-        one row per query and one column per token, and return the matplotlib axes.
+        """Draw the shares of the tokens in the attention rollout (attention multiplied over layers) as a matrix. It has
+        one row per query and one column per token. Return the matplotlib axes.
 
         Args:
             ax: matplotlib axes to draw on; those of a new figure by default.

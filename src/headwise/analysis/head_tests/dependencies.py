@@ -326,8 +326,9 @@ def _rows(
 def _columns(
     pairs: Sequence[_Pair], correct: Float[Tensor, "pairs heads"], test: Sequence[int], selection: Sequence[int]
 ) -> tuple[int, dict[str, list[MeanEstimate]]]:
-    """Return, for one relation and direction, the fixed offset in words that is most often right in the selection half,
-    and the columns such as accuracy and gain. `test` and `selection` are the indices of the word pairs in each half.
+    """Return, for one relation and direction, the fixed offset in words that is most often right for the word pairs in
+    the selection half of the documents. Also return the columns, such as accuracy and gain. `test` and `selection` are
+    the indices of the word pairs in each half.
     """
     offsets = [pair.target - pair.source for pair in pairs]
     counts = Counter(offsets[index] for index in selection if abs(offsets[index]) <= FARTHEST)

@@ -277,9 +277,9 @@ MORE = 4
 
 
 def forced_answer(tokenizer: Any, text: Haystack) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " places"], int]:
-    """Return three things for a text that hides a needle (sentence) and ends with a question. These are the tokens of
-    the text and the correct answer after it, the positions of those tokens that are the answer within the needle, and
-    the position of the first token of the answer after the question.
+    """Return three things for a text that hides a needle (sentence) and ends with a question. The first is the tokens
+    of the text, followed by the correct answer. The second is the positions of the needle's tokens that contain the
+    answer. The third is the position of the first token of the answer after the question.
     """
     prompt, spans = prompt_with_spans(tokenizer, text.text)
     whole, _ = prompt_with_spans(tokenizer, text.text + text.continuation)

@@ -160,8 +160,8 @@ def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
 @storable
 @dataclass
 class GradientProgress(SiteProgress):
-    """Statistics that one process has measured so far for a method that computes the importance of heads from
-    gradients.
+    """Partial result of one process for a method that computes the importance of heads from gradients: the statistics
+    that it has measured so far.
 
     Attributes:
         counted: moments of a 0 for each example whose loss is not NaN.

@@ -214,7 +214,8 @@ class _PathRuns:
     def _frozen_difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
         """Run the model with the outputs of all heads replaced by recorded ones. The heads in `senders` have their
         outputs in the run on the source batch, and other heads have their outputs in the unpatched run. Return the
-        logit difference of each prompt pair. If `senders` is empty, no layer outputs of earlier runs are reused.
+        logit difference (right minus wrong answer) of each prompt pair. If `senders` is empty, no layer outputs of
+        earlier runs are reused.
         """
         self.interceptor.freeze(senders)
         with nullcontext() if self._mlps is None else self._mlps.replayed():
@@ -222,8 +223,8 @@ class _PathRuns:
             return self.runs.run_gated(self._pairs.difference, paths)
 
     def _require_unpatched(self, difference: Float[Tensor, " pairs"], expected: str) -> None:
-        """Raise `InputError` if a run that should change nothing has other logit differences than the unpatched run.
-        Differences by rounding are allowed.
+        """Raise `InputError` if a run that should change nothing has other logit differences (right minus wrong answer)
+        than the unpatched run. Differences by rounding are allowed.
         """
         unpatched = self._pairs.unpatched
         if not torch.allclose(difference, unpatched, TOLERANCE, TOLERANCE, equal_nan=True):

@@ -169,9 +169,9 @@ class PromptPairs:
         return self._tokens.logit_difference(self.model, copied(self._destination))
 
     def difference_in_other_context(self) -> Float[Tensor, " pairs"]:
-        """Run the model on a mixture of the two batches, and return the logit difference of each prompt. The tokens
-        that the answers directly follow are from the destination batch (the one that is patched). All other tokens are
-        from the source batch.
+        """Run the model on a mixture of the two batches, and return the logit difference (right minus wrong answer) of
+        each prompt. The tokens that the answers directly follow are from the destination batch (the one that is
+        patched). All other tokens are from the source batch.
         """
         batch = dict(self._destination)
         for name, own in self._destination.items():
@@ -195,8 +195,8 @@ class PromptPairs:
         self._require_finite(self.unpatched, self._destination)
 
     def _require_finite(self, difference: Float[Tensor, " pairs"], batch: dict[str, Any]) -> None:
-        """Raise `InputError` if a logit difference is NaN or infinite. The error names the first module whose output
-        contains NaN or infinity in a run on `batch`.
+        """Raise `InputError` if a logit difference (right minus wrong answer) is NaN or infinite. The error names the
+        first module whose output contains NaN or infinity in a run on `batch`.
         """
         is_finite = difference.isfinite()
         if not bool(is_finite.all()):
@@ -205,7 +205,7 @@ class PromptPairs:
 
     @property
     def _clean_and_corrupted(self) -> tuple[Tensor, Tensor]:
-        """Logit differences in the clean run and in the corrupted run, both without patches."""
+        """Logit differences (right minus wrong answer) in the clean run and in the corrupted run, without patches."""
         both = (self._source_difference, self.unpatched)
         return both if self._direction == "denoise" else both[::-1]
 

@@ -82,9 +82,9 @@ class OutputProducts:
         self._cosine_counts += other._cosine_counts.to(device)
 
     def _with_norms(self) -> Float[Tensor, "first second"]:
-        """Return the sums over tokens as one matrix. A row stands for a number of the first module: an output feature,
-        the squared norm of a head's output, or the constant 1. A column stands for such a number of the second module.
-        Each entry is the sum over tokens of the product of these two numbers.
+        """Return the sums over tokens as one matrix. A row stands for a number that the first module has at each token:
+        an output feature, the squared norm of a head's output, or the constant 1. A column stands for such a number of
+        the second module. Each entry is the sum over tokens of the product of the two numbers.
         """
         tokens = self._norm_products.new_full((1,), self.tokens)
         of_features = torch.cat([self._products, self._weighted_sums[0], self._sums[0][:, None]], 1)
