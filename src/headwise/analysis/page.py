@@ -130,8 +130,8 @@ def _opening(
     groups: Sequence["_ModelResults"], statistics: Sequence[page.PageStatistic], statistic: str | None
 ) -> dict[str, str]:
     """Return the display settings of a page when it opens. They select the statistic by which heads are coloured and
-    sorted. It is `statistic`, or by default the one that the results name, if there is one. With two models, the
-    settings also select the view of the differences.
+    sorted: `statistic`, or by default the one that the results name, if they name one. With two models, the settings
+    also select the view of the differences.
     """
     opening = {"model": "difference"} if len(groups) == 2 else {}
     columns = groups[0].columns

@@ -42,8 +42,8 @@ class NormMap(NamedTuple):
 
 
 def norm_map(call: ModuleCall) -> NormMap:
-    """Return the linear part of a norm that the model called, in float64. It multiplies each feature by `weight`, by `1
-    + weight` (as in Gemma) or by 1, whichever reproduces the outputs of the norm for random inputs. Raise `InputError`
+    """Return the linear part of a norm that the model called, in float64. It multiplies each feature by 1, by `weight`
+    or by `1 + weight` (as in Gemma), whichever reproduces the outputs of the norm for random inputs. Raise `InputError`
     if none of the three does.
     """
     assert call.of_norm is not None

@@ -251,8 +251,8 @@ OF_MODEL = "logit_of_model"
 
 class _EndAttention(WeightReader):
     """Interceptor that reads the attention weights from the last token of each prompt to the names in the prompt. Each
-    name has a role: indirect object, or first or second occurrence of the subject. The tensor `places`, `(prompts,
-    roles)`, has the token positions of the names. For each attention module, the weights are a tensor `(prompts, heads,
+    name has a role: indirect object, or first or second occurrence of the subject. `places` has the token positions of
+    the names, as a tensor of prompts by roles. For each attention module, the weights are a tensor `(prompts, heads,
     roles)`.
     """
 

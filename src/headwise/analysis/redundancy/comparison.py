@@ -46,8 +46,8 @@ LARGEST_EXPECTATION = 0.05
 class ComparisonProgress(SiteProgress):
     """Partial results of one process that compares heads. For each pair of attention modules, `products` are running
     sums that compare the outputs of their heads. For each module, `distances` are running means of the distances
-    between the attention weights of its heads. Two outputs of a head count as equal up to a squared relative difference
-    of `rounding`.
+    between the attention weights of its heads. For each module, `rounding` is the squared relative difference up to
+    which outputs of one head at two tokens count as equal.
     """
 
     products: dict[tuple[SiteKey, SiteKey], OutputProducts] = field(default_factory=dict)
