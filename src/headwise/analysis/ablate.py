@@ -215,8 +215,8 @@ def table_of_losses(
 def surveyed(
     model: nn.Module, dataset: Texts | Iterable[Any], loss: Loss
 ) -> tuple[SiteRegistry, Texts | Iterable[Any]]:
-    """Compute a loss on the first batch of a data set, and return a registry of the attention modules that ran. Return
-    also the data set, to be read from the start: if it is an iterator, the first batch is put back.
+    """Compute a loss on the first batch of a data set, and return a registry of the attention modules that ran. Also
+    return the data set, still with its first batch: if it is an iterator, the batch is put back.
     """
     batches = iterate_batches(dataset)
     first_batch = next(batches, None)
@@ -289,8 +289,8 @@ def measure_losses(
 
 
 class _UnitGates(GateInterceptor):
-    """Interceptor of attention calls that ablates the heads of one ablation unit (heads that are ablated together). It
-    distinguishes self-attention from cross-attention of the same module, which have the same label.
+    """Interceptor of attention calls that ablates one set of heads together (an ablation unit). If the same module runs
+    self-attention and cross-attention, the set can have heads of either kind.
 
     Attributes:
         by_site: gates of the unit that is ablated; they are exchanged between runs of the model.
@@ -301,8 +301,8 @@ class _UnitGates(GateInterceptor):
         self.by_site: Mapping[SiteKey, list[HeadGate]] = {}
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that applies the gates of the current ablation unit to the head outputs of an attention
-        call. Return None if the unit has no head in the call's module and kind of attention.
+        """Return the function that ablates heads in an attention call: it applies the gates of the current ablation
+        unit (set of heads) to the head outputs. Return None if no head of the unit belongs to this call.
         """
         self.gates = {call.site.label: self.by_site.get(call.site, [])}
         return super().change(call)

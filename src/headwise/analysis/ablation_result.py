@@ -51,9 +51,10 @@ class DocumentEffects:
     def of(
         baseline: Sequence[float], ablated: Sequence[Sequence[float]], documents: Sequence[Hashable] | None
     ) -> "DocumentEffects":
-        """Return the effect of each ablation on each document. `baseline` has the loss of each sequence in the
-        unchanged model. `ablated` has, for each ablation, the loss of each sequence without the ablated heads.
-        `documents` has the document of each sequence. Sequences whose unchanged loss is NaN are left out.
+        """Return the effect of each ablation (loss without some heads, minus the unchanged loss) on each document.
+        `baseline` has the loss of each sequence in the unchanged model. `ablated` has, for each ablation, the loss of
+        each sequence without the ablated heads. `documents` has the document of each sequence. Sequences whose
+        unchanged loss is NaN are left out.
         """
         members: dict[Any, list[int]] = {}
         for index, document in enumerate(range(len(baseline)) if documents is None else documents):
@@ -212,8 +213,8 @@ class _AblationTable(Table[RowT]):
         return pandas.DataFrame(found, columns=columns)
 
     def _effects_by_document(self) -> DocumentEffects:
-        """Return the effect of each ablation on each document. Raise `InputError` if the table has none, because an
-        older version of headwise wrote it.
+        """Return the effect of each ablation on each document. Raise `InputError` if the table has no such effects,
+        because an older version of headwise wrote it.
         """
         if self.by_document is None:
             got = "a table without them, as older versions of headwise wrote it"
@@ -255,8 +256,8 @@ class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HeadSet(Row):
-    """Row of a table of ablation effects: a named set of heads that were ablated together, with the loss of the model
-    without these heads and their ablation effect.
+    """Row of a table of ablation effects, for a named set of heads that were ablated together. It has the loss of the
+    model without these heads, and this loss minus the loss of the unchanged model.
 
     Attributes:
         name: name of the set.

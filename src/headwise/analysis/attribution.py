@@ -96,8 +96,9 @@ def logit_attribution(
 def logit_parts(
     model: nn.Module, batch: Any, tokens: AnswerTokens
 ) -> tuple[Float[Tensor, "prompts heads"], Float[Tensor, " prompts"], list[dict[str, Any]]]:
-    """Return what each head adds directly to the logit of each prompt's answer, by the formula of `Attribution`, this
-    logit itself (minus that of a wrong answer), and the labels of the heads, as `logit_attribution` documents.
+    """Return three results for a batch of prompts: what each head adds directly to the logit of each prompt's answer,
+    this logit itself, and the labels of the heads. If there is a wrong answer, its logit, and what heads add to it, are
+    subtracted. The class `Attribution` states the formula.
     """
     require_module(model)
     inputs = one_batch(model, batch)

@@ -33,8 +33,9 @@ default initialization, in float32, differs by more than 50,000 such units."""
 def require_causal(
     loss: Any, model: nn.Module, batches: Iterable[Mapping[str, Any]], *, remedy: str | None = None
 ) -> None:
-    """Raise `InputError` if `loss` is `next_token_loss` and a model is not causal. `why_not_causal` checks this on some
-    batches. The error message ends with `remedy`, advice for the user. With any other loss, nothing is checked.
+    """Raise `InputError` if `loss` is `next_token_loss` and a model is not causal (if some logit depends on a later
+    token). The function `why_not_causal` checks the model on some batches. The error message ends with `remedy`, advice
+    for the user. Models with any other loss are not checked.
     """
     if loss is next_token_loss and (got := why_not_causal(model, batches)) is not None:
         raise InputError("loss", expected="hw.next_token_loss for a causal model", got=got, remedy=remedy)
@@ -120,7 +121,7 @@ def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, "batch 
 
 def _is_close(before: Tensor, after: Tensor) -> bool:
     """Return True if two tensors differ by no more than rounding. Elements that are NaN or infinite in `before` are not
-    compared; NaN is detected later, in the loss.
+    compared, since NaN is detected later, in the loss.
     """
     is_finite = before.isfinite()
     before, after = before[is_finite], after[is_finite]

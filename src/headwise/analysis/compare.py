@@ -167,8 +167,8 @@ class Comparison:
         return plot_kind(kinds, kind, ax, statistic=statistic, errors=errors, top=top)
 
     def _head_numbers(self) -> HeadNumbers:
-        """Return the differences of all heads in all common statistics, with their standard errors, in the form that
-        the plot functions need.
+        """Return the differences of all heads in all statistics that both profiles have, with their standard errors, in
+        the form that the plot functions need.
         """
         common = [name for name in self.a.statistics if name in self.b.statistics]
         pairs = list(zip(self.a.heads, self.b.heads, strict=True))
@@ -244,8 +244,8 @@ def compare(a: Profile, b: Profile) -> Comparison:
 
 
 def _description(head: ProfiledHead | None) -> str:
-    """Return text that identifies a head in an error message: name, module and kind of attention. If the head is None,
-    because one profile has fewer heads than the other, the text is "no more".
+    """Return text that identifies a head in an error message: name, module and kind of attention (self or cross). If
+    the head is None, because one profile has fewer heads than the other, the text is "no more".
     """
     return "no more" if head is None else f"{head.name} in {head.module} ({head.kind} attention)"
 

@@ -29,8 +29,8 @@ POSITIONS = "whole numbers, or a boolean tensor (queries,) or (batch, queries)"
 
 
 class HeadGate(NamedTuple):
-    """Gate of one head, of one key/value group, or of all heads of an attention module: a factor by which the output is
-    multiplied, or a replacement of the output.
+    """Gate of one head, of one key/value group (heads with the same keys and values), or of all heads of an attention
+    module. It is a factor by which the head outputs are multiplied, or a replacement of these outputs.
 
     Attributes:
         head: zero-based index of the head or group; None for all heads.
@@ -107,9 +107,9 @@ def gate(
 
 
 def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> "dict[str, list[HeadGate]]":
-    """Check the argument `values` of `gate`, and return the gates of each attention module by the module's path. If a
-    layer number fits several modules, the gate is listed for each of them. When the model runs, only the first of these
-    modules that attends applies the gate.
+    """Check the argument `values` of `gate`, and return the gates (factors or replacements of head outputs) of each
+    attention module by the module's path. If a layer number fits several modules, the gate is listed for each of them.
+    When the model runs, only the first of these modules that attends applies the gate.
     """
     if not isinstance(values, Mapping):
         raise InputError("values", expected="a mapping {(layer, head): value}", got=type(values).__name__)
@@ -137,8 +137,9 @@ def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> "dict
 
 
 def _prepared(gates: "Mapping[str, list[HeadGate]]", model: nn.Module) -> "dict[str, list[HeadGate]]":
-    """Return the gates after preparing their replacements of head outputs. Preparation may run the model, for example
-    to compute means. A replacement that several gates use is prepared once, for all their modules.
+    """Return the gates (factors or replacements of head outputs) after preparing the replacements. Preparation may run
+    the model, for example to compute means. A replacement that several gates use is prepared once, for all their
+    modules.
     """
     modules: dict[int, tuple[Replacement, list[str]]] = {}
     for path, module_gates in gates.items():
@@ -202,12 +203,14 @@ class GateInterceptor(Interceptor):
 
     def on_model_call(self) -> None:
         """Start a new call of the model in this thread: discard the record of the attention calls in the previous model
-        call. From this record, calls that compute only a part of the queries are recognised.
+        call. The record serves to recognise attention calls that compute only a part of the queries.
         """
         self._parts.on_model_call()
 
     def on_module_call(self, path: str) -> None:
-        """Record that the model ran. Without a run, `require_intercepted` raises no error."""
+        """Record that the model ran. If it never ran, `require_intercepted` (the check that the gates had an effect)
+        raises no error.
+        """
         self._ran = True
 
     def on_unreadable(self, path: str, reason: str) -> None:
@@ -246,8 +249,9 @@ class GateInterceptor(Interceptor):
         return None if not gates else lambda attended: self._apply(gates, attended, call)
 
     def _gates_of(self, label: str) -> list[HeadGate]:
-        """Return the gates of the attention module that is named `label`. Gates that the user specified by layer number
-        are left out if another module with this number has attended first.
+        """Return the gates (factors or replacements of head outputs) of the attention module that is named `label`.
+        Gates that the user specified by layer number are left out if another module with this number has attended
+        first.
         """
         taken = self._label_of_layer
         return [
@@ -272,14 +276,15 @@ class GateInterceptor(Interceptor):
         return out
 
     def _count(self, call: Call) -> int:
-        """Return how many gates the heads of an attention call can have: one per key/value head if the argument
-        `groups` was True, otherwise one per query head.
+        """Return how many gates the heads of an attention call can have. This is the number of key/value heads if the
+        argument `groups` was True, otherwise the number of query heads.
         """
         return call.kv_heads if self._groups else call.grid.heads
 
     def _head_range(self, head: int | None, call: Call) -> tuple[int, int]:
-        """Return the range (start, stop) of the query heads whose outputs a gate with the index `head` changes: one
-        head or, if gates count key/value groups, the heads of one group. If `head` is None, these are all heads.
+        """Return the range (start, stop) of the query heads whose outputs a gate with the index `head` changes. The
+        range is a single head or, if gates are for key/value groups, all heads of one group. If `head` is None, it is
+        all heads.
         """
         count = self._count(call)
         if head is None:
@@ -317,9 +322,9 @@ class GateInterceptor(Interceptor):
 
     def require_intercepted(self, model: nn.Module, stated: Collection[str] = ()) -> None:
         """Check, after the model ran, that the gates had an effect. Raise `InputError` if no attention was intercepted
-        in a gated module, or in one of the modules `stated`, which the user named in the argument `sites` of `gate`.
-        Raise it also if a gate for a layer number was applied in one module, while the run shows that another module
-        has this number.
+        in a gated module, or in one of the modules `stated`, which the user listed in the argument `sites` of `gate`.
+        Raise it also if a gate for a layer number was applied in one module, but the run shows that the number belongs
+        to another module.
         """
         if not self._ran:
             return
@@ -346,7 +351,7 @@ class GateInterceptor(Interceptor):
 
 def _gated_queries(positions: Tensor, call: Call) -> Bool[Tensor, "#batch queries"]:
     """Return a mask that is True at the gated queries of an attention call. `positions` has the indices of these
-    queries, or is already a mask; then its shape is checked.
+    queries, or is already a mask, whose shape is then checked.
     """
     batch, queries = call.grid.batch, call.grid.queries
     positions = positions.to(call.grid.device)

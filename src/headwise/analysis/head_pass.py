@@ -45,7 +45,7 @@ ProgressT = TypeVar("ProgressT", bound=PassProgress)
 
 
 class PassData(NamedTuple):
-    """Model and data of a pass (one run of the model over a data set that measures statistics of heads), with the ids
+    """Model and data set of a pass (one run of the model over the data that measures statistics of heads), with the ids
     of special tokens.
 
     Attributes:
@@ -126,8 +126,8 @@ def table_of_pass(
 
 
 def merged_registry(model: nn.Module, parts: Iterable[SiteProgress]) -> SiteRegistry:
-    """Merge the partial results of all processes. Return a registry of attention modules with their statistics over all
-    sequences.
+    """Merge the partial results of all processes. Return a registry (list of attention modules) that has the statistics
+    of each module over all sequences.
     """
     registry = SiteRegistry(model)
     for part in parts:
@@ -167,7 +167,7 @@ def measure_heads(
     data: PassData, watched: AbstractContextManager[Heads], data_pass: Pass[SiteProgress]
 ) -> SiteProgress:
     """Run a model on this process's share of the batches, and return the statistics of its heads over the whole share.
-    Batches that the process's checkpoint already includes are not repeated.
+    Batches whose statistics are already in the process's checkpoint (its stored partial result) are skipped.
     """
     progress, device = SiteProgress(), device_of(data.model)
     with watched as heads:
@@ -194,8 +194,8 @@ SiteValues = dict[SiteKey, SequenceValues]
 @storable
 @dataclass
 class SequenceProgress(SiteProgress):
-    """Partial result of a pass over data in one process, with measured values of each sequence in addition to the
-    statistics.
+    """Partial result of one process that runs a model over data. It has measured values of each sequence, in addition
+    to the statistics of the heads.
 
     Attributes:
         values: values at each site, by the number of the batch, or of the fit of learned gates.
@@ -212,8 +212,8 @@ def measure_sequences(
     **options: Any,
 ) -> TableT:
     """Run a model over data, measure values of each sequence, and return a table of them. `measure_batch` runs the
-    model on one batch. It returns a record (labels and numbers of heads) of each attention module, and the measured
-    values by module. `make_table` makes the table from all modules, the values of all sequences in order, and the
+    model on one batch. For each attention module, it returns a record (the labels and the number of its heads) and the
+    measured values. `make_table` makes the table from all modules, the values of all sequences in order, and the
     metadata. `options` are further arguments of `table_of_pass`.
     """
     device = device_of(data.model)
@@ -252,8 +252,8 @@ def head_statistics(
     registry: SiteRegistry, names: Iterable[str], numbers: int = 1
 ) -> Iterator[tuple[dict[str, Any], dict[str, list[MeanEstimate]]]]:
     """Yield, for each head, its labels (layer, head, ...) and the estimates of the statistics `names` for this head.
-    Each of these statistics has `numbers` values per head, such as one per bin of positions, and so as many estimates.
-    If a statistic was not measured in the head's module, its estimates have 0 samples.
+    Each of these statistics has `numbers` values per head, such as one per bin of positions, and one estimate for each
+    value. If a statistic was not measured in the head's module, its estimates have 0 samples.
     """
     of_sites: dict[SiteKey, dict[str, list[MeanEstimate]]] = {}
     for record, labels in registry.head_labels():
@@ -267,8 +267,8 @@ def head_statistics(
 
 
 def head_rows(registry: SiteRegistry, columns: Mapping[str, str]) -> tuple[HeadRow, ...]:
-    """Return a table row for each head with some of its statistics. `columns` maps each statistic's name in `registry`
-    to its name in the rows.
+    """Return a table row for each head with some of its statistics. `columns` maps the name of each statistic in
+    `registry` to the name of its column in the table.
     """
     return tuple(
         HeadRow(**labels, statistics={columns[name]: each[0] for name, each in of_head.items()})

@@ -278,8 +278,8 @@ def choose_sequences(
 ) -> tuple[NumberedBatches, int, int]:
     """Draw `number` sequences at random among those of a data set with at least `length` tokens, from as many different
     documents as possible. Return batches of the first `length` tokens of the drawn sequences, in the order of the data,
-    together with their documents. Return also how many sequences of the data set are long enough, and how many are too
-    short.
+    together with their documents. Also return how many sequences of the data set have at least `length` tokens, and how
+    many have fewer.
     """
     documents = documents_of(dataset)
     found: list[tuple[Int[Tensor, " tokens"], int]] = []  # the start of each sequence, and its document

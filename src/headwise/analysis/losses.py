@@ -46,8 +46,8 @@ def require_loss(loss: Any) -> None:
 
 
 def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
-    """Call `loss.prepare(model, batch)` with a copy of the batch, if the loss has this method. In this method, a loss
-    computes what it needs from the unchanged model.
+    """Call `loss.prepare(model, batch)` with a copy of the batch, if the loss has a method `prepare`. In this method, a
+    loss computes what it needs from the unchanged model.
     """
     if hasattr(loss, "prepare"):
         loss.prepare(model, copied(batch))
@@ -55,8 +55,8 @@ def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
 
 def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
     """Compute `loss(model, batch)`, check that it is one floating-point number per example, and return it. The loss
-    receives a copy of the batch, because a model may write to its inputs, for example to a cache of keys and values. So
-    the batch can be used again.
+    receives a copy of the batch, because a model may write to its inputs, for example to a cache of keys and values.
+    The original batch can be used again.
     """
     losses, examples = loss(model, copied(batch)), count_sequences_and_tokens(batch)[0]
     if not isinstance(losses, Tensor) or losses.shape != (examples,) or not losses.is_floating_point():
@@ -133,8 +133,8 @@ class MaskedTokenLoss:
         self.share, self.seed = probability("share", share), seed
 
     def reseeded(self, seed: int) -> "MaskedTokenLoss":
-        """Return a masked-token loss with the same options and another seed. It masks other tokens, for example in the
-        next epoch of a training.
+        """Return a masked-token loss with the same options and another seed. The returned loss masks other tokens, for
+        example in the next epoch of a training.
         """
         return MaskedTokenLoss(self.mask_id, special=self.special.tolist(), share=self.share, seed=seed)
 

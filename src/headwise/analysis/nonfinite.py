@@ -18,9 +18,9 @@ def nonfinite_error(
     batch: Mapping[str, Any],
     examples: Bool[Tensor, " examples"] | None = None,
 ) -> InputError | None:
-    """Run the model once more to find the first place where a number is NaN or infinite. Return an error that names it:
-    a module with such a parameter or output, or the model's inputs. Return None if all numbers are finite. Padding does
-    not count, nor does minus infinity in activations, which masks contain.
+    """Run the model once more to find the first place where a number is NaN or infinite. Return an error that names
+    this place: a module with such a parameter or output, or the model's inputs. Return None if all numbers are finite.
+    Padding is not checked. Minus infinity in activations is allowed, since masks contain it.
     """
     places: list[str] = []  # where a number is not finite
     running: list[str] = []  # modules that run
@@ -28,8 +28,8 @@ def nonfinite_error(
 
     def has_nonfinite(values: Any) -> bool:
         """Return True if a tensor contains NaN or plus infinity outside of padding. `values` is a tensor or a nested
-        structure of tensors. The argument `examples` of the enclosing function, if it is given, is True at the examples
-        that count.
+        structure of tensors. If the enclosing function has the argument `examples`, only examples at which it is True
+        are checked.
         """
         for tensor in pytree.tree_leaves(values):
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:

@@ -67,8 +67,8 @@ def page_contents(
     title: str | None = None,
     statistic: str | None = None,
 ) -> page.Contents:
-    """Return the contents of an HTML page with some results for the heads of a model, for `write_page`, whose docstring
-    describes the arguments.
+    """Return the contents of the HTML page that `write_page` writes, with results for the heads of a model. The
+    arguments are those of `write_page`.
     """
     if not results:
         raise InputError("results", expected="at least one view or table of heads", got="none")
@@ -130,8 +130,8 @@ def _opening(
     groups: Sequence["_ModelResults"], statistics: Sequence[page.PageStatistic], statistic: str | None
 ) -> dict[str, str]:
     """Return the display settings of a page when it opens. They select the statistic by which heads are coloured and
-    sorted: `statistic`, or by default the one that the results name, if there is one. With two models, they also select
-    the view of the differences.
+    sorted: `statistic`, or by default the one that the results name, if they name one. With two models, the settings
+    also select the view of the differences.
     """
     opening = {"model": "difference"} if len(groups) == 2 else {}
     columns = groups[0].columns
@@ -151,8 +151,8 @@ def _opening(
 
 
 class _ModelResults:
-    """All results for the heads of one model (views, profiles, ablations, importance scores), in the same order of
-    heads, for a page.
+    """All results for the heads of one model that an HTML page shows: views, profiles, ablations and importance scores.
+    The heads have the same order in all of them.
 
     Attributes:
         columns: numbers of each head, one object for each source; those of the views come first.
@@ -199,8 +199,8 @@ class _ModelResults:
             self.notes.append("It could not be checked that all results are of the same model.")
 
     def require_heads_of(self, other: "_ModelResults") -> None:
-        """Raise `InputError` if these results are of other heads than `other`, the results of another model, or if the
-        viewed texts have other tokens. Module paths may differ.
+        """Raise `InputError` if `other`, the results of another model, are for other heads than these results. Raise it
+        also if the viewed texts have other tokens. Module paths may differ.
         """
         if [place[:3] for place in self.columns[0].places] != [place[:3] for place in other.columns[0].places]:
             expected, got = (f"{len(each.columns[0].places)} heads of {each.name}" for each in (other, self))
@@ -217,7 +217,7 @@ def _token_texts(view: View) -> list[tuple[str, ...]]:
 
 def _page_focus(focus: Focus, group: _ModelResults) -> page.PageFocus:
     """Return a focus (result of `find`: chosen words, and heads ranked by the attention on these words) in the form
-    that the page shows. Raise `InputError` if its texts, model or heads are not those of the page.
+    that the page shows. Raise `InputError` if the texts, model or heads of the focus differ from those of the page.
     """
     texts = [_token_texts(view)[0] for view in group.views]
     if [tuple(token.text for token in text.tokens) for text in focus.texts] != texts:

@@ -206,9 +206,9 @@ def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
 
 
 def require_profile_of(profile: Profile, model: nn.Module, name: str) -> None:
-    """Raise `InputError` if a profile was measured on another model than `model`. The weights of attention are
-    compared. If they cannot be, because the data types differ, the models' names are compared; `name` is the name of
-    `model`.
+    """Raise `InputError` if a profile was measured on another model than `model`. The attention weights of the two
+    models are compared. Weights of different data types cannot be compared; then the names of the models are compared.
+    `name` is the name of `model`.
 
     The model may have another language-model head than the profiled one, which adds a prefix to the paths of its
     modules. If the attention modules have the same weights, the models are the same. Weights of different data types

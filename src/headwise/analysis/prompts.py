@@ -61,7 +61,7 @@ class AnswerTokens(NamedTuple):
     def ids_per_prompt(
         self, prompts: Tensor, vocabulary: int
     ) -> tuple[Int[Tensor, " prompts"], Int[Tensor, " prompts"] | None]:
-        """Return the token ids of the right and of the wrong answer to each prompt; None in place of the latter if
+        """Return the token ids of the right answer and of the wrong answer to each prompt. The second result is None if
         there are no wrong answers. Raise `InputError` for ids that are not below `vocabulary`. `prompts` is any tensor
         with one row per prompt.
         """
@@ -110,7 +110,7 @@ class AnswerTokens(NamedTuple):
 
 def one_batch(model: nn.Module, batch: Any, argument: str = "batch") -> dict[str, Any]:
     """Return a batch (a tensor, or a mapping of the model's arguments) as a dictionary with tensors on the model's
-    device. A single tensor has the empty string as its key. Errors call the batch `argument`.
+    device. A single tensor has the empty string as its key. `argument` is the name of the batch in error messages.
     """
     arguments = arguments_of(batch)
     if arguments is None:
@@ -121,8 +121,8 @@ def one_batch(model: nn.Module, batch: Any, argument: str = "batch") -> dict[str
 
 
 def _per_prompt(name: str, numbers: Int[Tensor, "*prompts"], like: Tensor) -> Int[Tensor, " prompts"]:
-    """Return `numbers` with one number for each row of `like`; a single number is repeated. `name` is the argument that
-    an error names.
+    """Return `numbers` with one number per prompt; a single number is repeated. `like` is a tensor with one row per
+    prompt. `name` is the name of the argument in error messages.
     """
     if numbers.ndim and numbers.shape != (len(like),):
         raise InputError(name, expected=f"one number, or {len(like)}, one per prompt", got=len(numbers))

@@ -41,8 +41,8 @@ RANDOM = "random"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CurvePoint(Row):
-    """Point of a pruning curve: the loss of a model without a number of heads, the first ones in some order. They are
-    removed together.
+    """Point of a pruning curve: the loss of a model after a number of its heads were removed together. The removed
+    heads are the first ones in some order of all heads.
 
     Attributes:
         order: name of the order in which heads are removed.
@@ -225,7 +225,7 @@ def _name_of(table: HeadTable[Any]) -> str:
 
 def _require_names(orders: Any) -> None:
     """Raise `InputError` if the argument `orders` is not a mapping from names to orders of heads, or is empty. The name
-    "random" is also refused, because the random orders have it.
+    "random" is also refused, because it is the name of the random orders.
     """
     if not isinstance(orders, Mapping):
         expected = "a table of heads, or orders of heads by name"
@@ -240,7 +240,7 @@ def _require_names(orders: Any) -> None:
 
 def _order(name: str, order: Any, heads: Sequence[Head], identity: ModelIdentity) -> list[Head]:
     """Return the heads of a model in the order in which they are removed. `order` is a list of heads, or a table whose
-    heads with the smallest values are removed first. Raise `InputError` if not every head occurs once.
+    heads with the smallest values are removed first. Raise `InputError` unless every head occurs exactly once.
     """
     if isinstance(order, HeadTable):
         if order.identity is not None and order.identity.is_other(identity):
@@ -261,7 +261,9 @@ def _order(name: str, order: Any, heads: Sequence[Head], identity: ModelIdentity
 
 
 def _counts(shares: Any, heads: int) -> list[int]:
-    """Return the numbers of heads that are removed, in ascending order, from their shares of all heads."""
+    """Return how many heads are removed at each point of a pruning curve, in ascending order. The counts are computed
+    from `shares`, shares of all heads.
+    """
     counts = set()
     for share in collection_of("shares", shares, of="shares of the heads"):
         if not 0.0 < finite_number("shares", share) <= 1.0:

@@ -17,8 +17,8 @@ from headwise.shapes import Float
 
 class OutputReader(Interceptor):
     """Base class of interceptors that read head outputs (attention weights times values, before the output projection),
-    and leave them unchanged. They read the calls of the attention modules at the paths `modules`, or of all if it is
-    None.
+    and leave them unchanged. They read the attention modules whose paths are in `modules`, or all attention modules if
+    `modules` is None.
     """
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
@@ -45,7 +45,7 @@ class OutputReader(Interceptor):
 class RecordedOutputs(OutputReader):
     """Interceptor that records head outputs, before the output projection, as one tensor per attention call. For each
     attention module (separately for self- and cross-attention), it keeps the outputs of the last run in which the
-    module attended. A run is a call of the model, or a call of one of its modules from outside.
+    module attended. A run is a call of the model, or a direct call of one of its modules.
 
     Attributes:
         by_site: tensors `(batch, heads, queries, value_dim)` of each site `(module path, is cross-attention)`, in the
@@ -59,7 +59,7 @@ class RecordedOutputs(OutputReader):
         self._last_run: dict[SiteKey, int] = {}
 
     def on_model_call(self) -> None:
-        """Count one more run of the model. It is called when a run starts."""
+        """Count one more run of the model. This method is called when a run starts."""
         self._runs += 1
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:

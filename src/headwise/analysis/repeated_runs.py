@@ -36,9 +36,9 @@ Compute = Callable[[], Tensor]
 
 
 class RepeatedRuns:
-    """Object that runs a model on one batch after another. For each batch, the unchanged model runs first, and then the
-    model with gated heads, several times. These later runs reuse layer outputs of the first run, if a check shows that
-    this does not change results.
+    """Object that runs a model on one batch after another. For each batch, the unchanged model runs first, and then,
+    several times, the model with gated heads (whose outputs are multiplied or replaced). The runs with gated heads
+    reuse layer outputs of the first run, if a check shows that this does not change results.
 
     Attributes:
         note: statement for the results why no layer outputs were reused; None if the model allows it.
@@ -51,8 +51,8 @@ class RepeatedRuns:
 
     def run_unchanged(self, compute: Compute) -> Tensor:
         """Run the unchanged model on the current batch by calling `compute`, and return the results of this call. Layer
-        outputs are recorded, for later runs with gated heads. On the first batch, also check whether recorded outputs
-        can be reused.
+        outputs are recorded, for later runs with gated heads (whose outputs are multiplied or replaced). On the first
+        batch, also check whether recorded outputs can be reused.
         """
         if not self._reuses:
             return self._results(compute)[0]
@@ -65,8 +65,8 @@ class RepeatedRuns:
 
     def run_gated(self, compute: Compute, paths: Collection[str]) -> Tensor:
         """Run the model on the current batch by calling `compute`, and return the results of this call. The caller has
-        gated heads of the attention modules at `paths`, and no others. If layer outputs can be reused, layers that end
-        before these modules return their recorded outputs.
+        gated heads (multiplied or replaced their outputs) only in the attention modules at `paths`. If layer outputs
+        can be reused, layers that end before these modules return their recorded outputs.
         """
         with restored_state(self._model), self._replay.reused_until(paths) if self._reuses else nullcontext():
             return compute()

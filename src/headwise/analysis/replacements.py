@@ -149,13 +149,13 @@ class MeanOutputs(OutputReader):
         self._real_queries: dict[int, Bool[Tensor, "batch queries"] | None] = {}
 
     def on_model_call(self) -> None:
-        """Start a new call of the model: discard the padding masks from the previous call."""
+        """Start a new call of the model: discard the padding masks that were stored in the previous call."""
         self._contexts.on_model_call()
         self._real_queries = {}
 
     def change(self, call: Call) -> Change | None:
-        """Determine which queries of an attention call are not padding. Return the function that `OutputReader.change`
-        returns, which passes the head outputs to `read`. In cross-attention, the padding of the queries is known from
+        """Determine which queries of an attention call are not padding. Return a function that passes the call's head
+        outputs to `read`, or None if they are not read. In cross-attention, the padding of the queries is known from
         earlier calls of other modules.
         """
         if not call.is_recomputation:
@@ -176,8 +176,8 @@ class MeanOutputs(OutputReader):
         self._sums[key] = earlier_total + total, earlier_tokens + tokens
 
     def mean_of_call(self, site: SiteKey, index: int) -> Float[Tensor, "heads value_dim"]:
-        """Return the mean output of each head in one attention call: number `index`, from 0, of the calls that `site`
-        (a module's self- or cross-attention) makes in a run of the model.
+        """Return the mean output of each head in one attention call in a run of the model. `site` is a module's self-
+        or cross-attention, and `index` is the number of its call in the run, from 0.
         """
         if (site, index) not in self._sums:
             expected = f"batches in which {site.path} attends {index + 1} times"
@@ -187,8 +187,8 @@ class MeanOutputs(OutputReader):
 
 
 class Mean(Replacement):
-    """Object that replaces a head's output by its mean over a data set. The function `mean` creates it before any mean
-    is known; `prepare` runs the model over the data set and returns an object with the means.
+    """Object that replaces a head's output by its mean over a data set. The function `mean` creates the object without
+    the means. `prepare` runs the model over the data set and returns an object that has them.
 
     Attributes:
         dataset: `Texts` or batches.
@@ -244,7 +244,7 @@ class Patch(Replacement):
 
 class Resample(Replacement):
     """Object that replaces a head's output by the same head's output on another batch. The function `resample` creates
-    it. `prepare` runs the model on that batch, and returns a `Patch` with the recorded outputs.
+    such objects. Their method `prepare` runs the model on that batch, and returns a `Patch` with the recorded outputs.
 
     Attributes:
         batch: a tensor, or a mapping of the model's arguments.

@@ -57,9 +57,9 @@ class ResidualStream:
         self._final_call, last_call = None, list[_ModuleCall]()
 
         def on_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            """Store a finished module call as the last one, if its first argument and its output are tensors. A call
-            whose output is the same tensor in memory as the output of the call before is ignored; dropout can return
-            its input in this way.
+            """Store a finished module call as the latest one, if its first argument and its output are tensors. Ignore
+            a call whose output is the same tensor in memory as the output of the call before; dropout can return its
+            input in this way.
             """
             is_of_tensors = bool(args) and isinstance(args[0], Tensor) and isinstance(output, Tensor)
             if is_of_tensors and not (last_call and _is_same_memory(output, last_call[0].output)):
@@ -78,7 +78,8 @@ class ResidualStream:
 
     def final_norm_call(self) -> _ModuleCall:
         """Return the call of the final norm in the last observed run: the module, its input and its output. Raise
-        `InputError` if there is none. Raise it also if input and output differ in shape, or do not have three axes.
+        `InputError` if no such call was found. Raise it also if input and output differ in shape, or do not have three
+        axes.
         """
         call = self._final_call
         if call is None or call.input.shape != call.output.shape or call.output.ndim != 3:

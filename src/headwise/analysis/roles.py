@@ -73,11 +73,11 @@ ROLES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, MIXED, BROAD, FIRST, SPECIA
 
 
 def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mapping[str, float] | None = None) -> Role:
-    """Return a head's role, a name for what it attends to: the kind of position that gets most of its attention, if
-    that is at least half. Without such a position, the role is "broad" if attention is nearly uniform, and otherwise
-    "mixed". `means` are the means of the head's statistics on data, and `rows` the numbers of queries in these means.
-    `random` are means on random tokens that repeat. They can add the roles for attention to earlier copies of a token,
-    and to what followed these copies.
+    """Return a head's role, a name for what it attends to. It is the kind of position that gets most of the head's
+    attention, if this is at least half. Without such a position, the role is "broad" if attention is nearly uniform,
+    and otherwise "mixed". `means` are the means of the head's statistics on data, and `rows` states over how many
+    queries each mean is. `random` are means on random tokens that repeat. They can add the roles for attention to
+    earlier copies of a token, and to what followed these copies.
 
     This module's docstring has the whole rule.
     """

@@ -56,7 +56,7 @@ _models_with_processed_logits: "WeakSet[nn.Module]" = WeakSet()
 def _linear_output_embedding(model: Any) -> nn.Linear | None:
     """Return the output embedding of a `transformers` model if the model can run without computing all logits at once;
     otherwise None. The embedding must be a plain linear layer without hooks of other packages. The model must return
-    the layer's output as logits unchanged; a model that was found to change it in an earlier run is excluded.
+    the layer's output as logits unchanged. A model is excluded if an earlier run showed that it changes this output.
     """
     if model in _models_with_processed_logits or not hasattr(model, "get_output_embeddings"):
         return None
@@ -69,8 +69,9 @@ def _linear_output_embedding(model: Any) -> nn.Linear | None:
 def _tiled_cross_entropy(
     hidden: Float[Tensor, "rows width"], embedding: nn.Linear, targets: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """Return -ln softmax(hidden W^T + b)[target] of each row, where W and b are the weight and the bias of the output
-    embedding. Logits are computed for a block of rows and vocabulary tokens at a time, and combined by log-sum-exp.
+    """Return -ln softmax(hidden W^T + b)[target] for each row of `hidden` (the last hidden state of a token). W and b
+    are the weight and the bias of the output embedding. Logits are computed for a block of rows and vocabulary tokens
+    at a time, and combined by log-sum-exp.
     """
     weights = torch.split(embedding.weight, TOKENS_PER_TILE)
     biases = [None] * len(weights) if embedding.bias is None else torch.split(embedding.bias, TOKENS_PER_TILE)

@@ -226,9 +226,9 @@ def errors_of(argument: str, *, expected: str) -> Iterator[None]:
 
 def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
     """Run a model with the outputs of a tokenizer or image processor as arguments. A `transformers` model receives all
-    of them, and another module those that its `forward` names. If `forward` does not name the first one (the token ids
-    or pixels), the module receives all of them by its `**kwargs`. Without `**kwargs` it receives the first one alone,
-    by position.
+    of them. Another module receives those that its `forward` names. If `forward` does not name the first one (the token
+    ids or pixels), the module receives all of them by its `**kwargs`. Without `**kwargs`, it receives only the first
+    one, by position.
     """
     parameters, first = inspect.signature(model.forward).parameters, next(iter(inputs))
     accepts_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -241,9 +241,9 @@ def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
 def _generated_text(
     model: Any, tokenizer: Any, encoded: EncodedText, inputs: Mapping[str, Tensor], count: int
 ) -> tuple[ViewedText, Float[Tensor, "generated vocabulary"]]:
-    """Let a model continue a text by up to `count` tokens, without sampling or beams. Return the text with these
-    tokens, and the logits from which each of them was generated. For an encoder-decoder, return the text that the
-    decoder generated.
+    """Let a model continue a text by up to `count` tokens, without sampling or beams. Return the text with the
+    generated tokens, and the logits from which each generated token was chosen. For an encoder-decoder, the returned
+    text is only what the decoder generated.
     """
     if not (hasattr(model, "can_generate") and model.can_generate()):
         remedy = 'load it with a language-model head, as hw.load(name, "causal") does'

@@ -78,7 +78,7 @@ def view_image(
 
 
 def _inputs(model: nn.Module, processor: Any, image: Any) -> dict[str, Tensor]:
-    """Return the arguments with which to call the model: the pixel values of the image, and other outputs of the
+    """Return the arguments with which to call the model: the pixel values of the image, and other outputs of the image
     processor that the model accepts. Without a processor, `image` itself has the pixel values.
     """
     if processor is None:
@@ -166,8 +166,8 @@ def _input_of(
     """Run a model up to the module at `path`, and return the first argument of this module."""
 
     class Reached(Exception):
-        """Exception that stops the run of the model when it reaches the module, with the module's input as its
-        argument.
+        """Exception that stops a run of the model just before a certain module. Its argument is the input of this
+        module.
         """
 
     def stop(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -66,8 +66,8 @@ def shortened(word: str) -> str:
 
 class Link(NamedTuple):
     """Link between two words of a text in one head: a word, the other word to which it attends most, and the attention
-    weight. Special tokens and words without a letter or digit have no links. No word is linked to the first word if the
-    first token can attend only to itself.
+    weight. Special tokens and words without a letter or digit have no links. If the first token can attend only to
+    itself, links to the first word are left out.
 
     Attributes:
         query: index of the word.
@@ -166,8 +166,8 @@ class HeadView:
 
 @dataclass(frozen=True)
 class HeadFocus:
-    """Attention that one head pays to some chosen words (the focus of a search with `find`), compared with uniform
-    attention.
+    """Attention that one head pays to some chosen words (the focus of a search with the method `find`), compared with
+    uniform attention.
 
     Attributes:
         head: the head, of the first text.
@@ -200,9 +200,9 @@ class HeadFocus:
 
 @dataclass(frozen=True)
 class Focus:
-    """Result of the search with `find`: chosen words (the focus), and the heads of the model, ranked by attention on
-    these words. The rank is by how much more attention the words receive from other words, or exchange among
-    themselves, than under uniform attention.
+    """Result of a search with the method `find`: chosen words (the focus), and the heads of the model, ranked by
+    attention on these words. The rank is by how much more attention the words receive from other words, or exchange
+    among themselves, than under uniform attention.
 
     F are the words of the focus, A the attention weights between words (sums over the tokens of a key word, means over
     the tokens of a query word that see a key), and U the same under uniform attention over the tokens that each query
@@ -240,8 +240,9 @@ class Focus:
 
     @property
     def verdict(self) -> str:
-        """Text that states which heads have the focus: those with at least half of their attention on the chosen words,
-        and more than under uniform attention. For several texts it also states the result of a test.
+        """Text that states which heads have the focus (attend mostly to the chosen words). These are the heads with at
+        least half of their attention on the chosen words, and more than under uniform attention. For several texts, the
+        text also states the result of a significance test.
         """
         texts, largest = len(self.words), max(self.heads, key=lambda each: each.share)
         is_tested = texts >= MIN_TESTED_TEXTS
@@ -458,9 +459,9 @@ class View:
         )
 
     def find(self, focus: Sequence[Any], *, kind: str = "received", name: str | None = None) -> Focus:
-        """Rank the heads by how much more attention some chosen words receive, or exchange, than under uniform
-        attention over the same keys. A word stands for all its occurrences in the text. In an encoder-decoder, the
-        words are those of the source. `ViewSet.find` does the same for several texts.
+        """Rank the heads by how much more attention some chosen words receive from other words, or exchange among
+        themselves, than under uniform attention over the same keys. A word stands for all its occurrences in the text.
+        In an encoder-decoder, the words are words of the source. `ViewSet.find` is the same search in several texts.
 
         Example:
             >>> seen = headwise.view(model, tokenizer, "Do you like coffee or tea?")  # doctest: +SKIP
@@ -747,7 +748,7 @@ def _word_indices(text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _head_focus(views: Sequence[View], index: int, words: Sequence[tuple[int, ...]], kind: str) -> HeadFocus:
-    """Return how much more attention one head pays to chosen words than under uniform attention, over all texts.
+    """Return how much more attention one head pays to chosen words than under uniform attention, as a mean over texts.
     `index` is the head's position among the viewed heads, and `words` are the indices of the chosen words in each text.
     """
     shares = [_shares(view, view.heads[index], chosen, kind) for view, chosen in zip(views, words, strict=True)]
@@ -831,8 +832,8 @@ def passages_of(
     models: Sequence[tuple[Sequence[View], str]], statistics: Sequence[page.PageStatistic]
 ) -> tuple[page.Passage, ...]:
     """Return the texts of a page, with the attention of every head of each model on them. For each model, `models` has
-    one `View` per text (the attention of its heads on the text) and a source, a name. For each text, a model's heads
-    get values only for those `statistics` that have the model's source; others are NaN.
+    one `View` per text (the attention of its heads on the text) and a name, the source of its statistics. A model's
+    heads have values only for those `statistics` that have the same source; other values are NaN.
     """
     passages = []
     for views in zip(*(views for views, _ in models), strict=True):

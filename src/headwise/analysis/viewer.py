@@ -42,8 +42,8 @@ the key after the last one of each run."""
 @dataclass(frozen=True, eq=False)
 class VisibleWeights:
     """Attention weights of some heads and some consecutive queries (rows), on the CPU in float32, with a mask of the
-    visible keys. Keys after the last one that any of these queries may attend to are left out, such as later tokens in
-    a decoder.
+    visible keys. The keys end with the last one that any of these queries may attend to, so that later tokens in a
+    decoder are left out.
 
     Attributes:
         keys: index of the key of each column.
@@ -120,8 +120,9 @@ def _columns_of_largest(values: Float[Tensor, "heads rows columns"], count: int)
 
 class PooledWeights:
     """Attention weights of each head, reduced to a bounded size: a picture of at most 64 rows and columns (`PICTURE`),
-    and the `listed` largest weights of each query with their keys. A cell of the picture stands for some queries and
-    some keys. It is the sum of the weights over these keys, averaged over these queries.
+    and the `listed` largest weights of each query with their keys. A cell of the picture stands for a range of queries
+    and a range of keys. It is the sum of the weights over the keys in the range, averaged over the queries in the
+    range.
     """
 
     def __init__(self, heads: int, queries: int, keys: int, listed: int) -> None:
@@ -138,7 +139,7 @@ class PooledWeights:
         keys: Int[Tensor, " keys"],
     ) -> tuple[Float[Tensor, "heads queries listed"], Int[Tensor, "heads queries listed"]]:
         """Add the attention weights of some queries and some heads to the picture and to the lists of largest weights.
-        Return the largest weights of each of these queries, and the column of each in the tensor `weights`.
+        Return the largest weights of each query, and for each of these weights its column in the tensor `weights`.
         """
         first, last = int(self._row_of[queries.start]), int(self._row_of[queries.stop - 1])
         # Rows are contiguous in memory: summed first, they leave few numbers to be summed over columns.
@@ -182,7 +183,7 @@ class TokenWeights(PooledWeights):
         self._runs: dict[int, dict[int, Runs]] = defaultdict(dict)
 
     def add(self, block: VisibleWeights) -> None:
-        """Add the attention weights of some queries and some heads."""
+        """Add the attention weights of some queries and some heads to the picture and to the stored weights."""
         weights, heads, keys = block.weights, block.heads, block.keys
         selected = slice(block.rows.start, block.rows.stop)
         self._totals[heads, selected] = weights.sum(-1)
@@ -212,8 +213,8 @@ class TokenWeights(PooledWeights):
 
     def of_head(self, head: int, queries: int, keys: int) -> HeadAttention:
         """Return the attention of one head, after all rows were added, for a passage on a page (one text, or a source
-        and a target text). `queries` is the number of the text that has the queries, 0 or 1, and `keys` that of the
-        text with the keys. A query whose row was never added has no visible key.
+        and a target text). `queries` and `keys` are the numbers, 0 or 1, of the texts that have the queries and the
+        keys. A query whose row was never added has no visible key.
         """
         weights: AllWeights | LargestWeights
         if self._all is not None:
@@ -232,8 +233,8 @@ class TokenWeights(PooledWeights):
 
 @dataclass(frozen=True, eq=False)
 class TokensOfWords:
-    """Words of the queries or of the keys: for each token the index of its word, and for each word whether links
-    between words may join it.
+    """Words of the queries or of the keys of an attention matrix. Each token has the index of its word, and each word
+    has a flag that is True if links between words may join it.
     """
 
     word_of: Int[Tensor, " tokens"]
@@ -373,7 +374,7 @@ Attention that computes something else than softmax of its scores does not.
 
 class Viewer(SiteRegistry):
     """Interceptor that stores the attention of every head on some texts while a model runs, as one `HeadView` per head.
-    It includes calls in which a text attends to itself, or the last text (target) to the first one (source).
+    It reads attention from a text to itself, and from the last text (target) to the first one (source).
 
     Attributes:
         other_grids: for each module that attended to something else than the tokens of the texts, by its path, the
@@ -434,7 +435,7 @@ class Viewer(SiteRegistry):
         return Observation(observer, context, on_end, partial(require_agreement, site.path))
 
     def _sides_of(self, call: Call) -> tuple[int, int] | None:
-        """Return the indices of two texts, the one with the queries and the one with the keys of an attention call.
+        """Return the indices of two texts: the text with the queries and the text with the keys of an attention call.
         Return None if the call is not over the tokens of the texts, or if it could be over either of two texts.
         """
         grid, lengths = call.grid, [len(each.tokens) for each in self._texts]
@@ -456,7 +457,7 @@ class Viewer(SiteRegistry):
     def head_views(self) -> Iterator[HeadView]:
         """Yield the `HeadView` of each head, in the order of layers and heads. If every module attended once, heads
         have the layer numbers of result tables. Otherwise the heads of an attention call have the layer number that the
-        model states. If this is unknown or used already, it is one more than the largest number so far.
+        model states. If that number is unknown or used already, the layer number is one more than the largest so far.
         """
         sites = [site for site, *_ in self._calls]
         layer_of = dict(zip((record.site for record in self.records), self.layers, strict=True))
@@ -484,8 +485,8 @@ class Viewer(SiteRegistry):
 def _head_views(
     site: SiteKey, sides: tuple[int, int], tally: Tally, words: WordWeights, tokens: TokenWeights
 ) -> Iterator[HeadView]:
-    """Yield the `HeadView` of each head of one attention call: statistics, role, links and weights. The layer number is
-    set to 0; the caller replaces it.
+    """Yield the `HeadView` of each head of one attention call: statistics, role, links between words, and attention
+    weights. The layer number is 0, which the caller replaces by the right one.
     """
     means = {name: mean[0].tolist() for name, mean in tally.means().items()}
     counts = {name: count[0].tolist() for name, count in tally.counts().items()}

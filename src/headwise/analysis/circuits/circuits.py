@@ -159,7 +159,7 @@ class FactoredMatrix:
         return FactoredMatrix(self.right.mT, self.left.mT)
 
     def matrix(self) -> Float[Tensor, "*matrices rows columns"]:
-        """Return the product of the factors, a dense matrix."""
+        """Return the matrix as a dense tensor: the product of its two stored factors."""
         return self.left @ self.right
 
     def singular_values(self) -> Float[Tensor, "*matrices values"]:
@@ -383,8 +383,8 @@ class Circuits:
 
     def _available(self, argument: str, names: Sequence[str], known: Sequence[str], plural: str) -> tuple[str, ...]:
         """Check that the scores in `names` can be computed for the model, and return these names. If `names` is empty,
-        return every score in `known` that can be computed, and warn of the others. Raise `InputError` for a name that
-        is unknown or a score that cannot be computed.
+        return every score in `known` that can be computed, and warn of all other scores in `known`. Raise `InputError`
+        for a name that is unknown or a score that cannot be computed.
         """
         for name in names:
             if name not in known:
@@ -423,8 +423,8 @@ class Circuits:
 
     def _qk_factors(self, maps: ModuleMaps, distance: int) -> tuple[Tensor, Tensor]:
         """Return two tensors whose product is the QK matrix of each head of a module: `(heads, width, head_dim)` and
-        `(heads, head_dim, width)`. With rotary positions, the matrices are those of a query `distance` tokens after the
-        key.
+        `(heads, head_dim, width)`. With rotary positions, the product is the QK matrix for a query `distance` tokens
+        after the key.
         """
         if maps.why_no_qk is not None:
             expected = "scores that are a bilinear form of the residual stream"

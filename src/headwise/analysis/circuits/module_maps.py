@@ -60,9 +60,9 @@ def head_weights(model: nn.Module, path: str) -> tuple[dict[str, Tensor], str]:
 
 @dataclass(frozen=True, eq=False)
 class ModuleMaps:
-    """Matrices of the heads of one attention module: from the residual stream to queries, keys and values, and from
-    head outputs back to the stream. They include the weight and the mean subtraction of the norms before and after
-    attention. The division of a norm by the root mean square is left out.
+    """Matrices of the heads of one attention module. They map the residual stream to queries, keys and values, and head
+    outputs back to the stream. The norms before and after attention are included with their weight and mean
+    subtraction, but without the division by the root mean square.
 
     Attributes:
         path: path of the module.
@@ -85,7 +85,7 @@ class ModuleMaps:
 class PlacedModule(NamedTuple):
     """Attention module with its linear maps, its input in a recorded run of the model, and two recorded module calls.
     `projection` is the call of its output projection. `written` is the call whose result is added to the residual
-    stream: that of a norm after the projection if there is one, otherwise `projection`.
+    stream: the call of a norm after the projection if there is one, otherwise `projection` itself.
 
     Attributes:
         maps: its linear maps, with norms folded in.
@@ -170,8 +170,8 @@ def _scores(
     trace: RunTrace, weights: Mapping[str, Tensor], call: ModuleCall
 ) -> tuple[Float[Tensor, " heads"], Rotation, str | None]:
     """Determine how an attention module computes its scores. Return the scale of each head, the rotation of queries and
-    keys by position, and None. If scale times the products of rotated queries and keys do not reproduce the recorded
-    attention weights, the third result is the reason instead of None.
+    keys by position, and None. If the scores are not the scale times the products of rotated queries and keys, the
+    third result is a reason instead of None.
     """
     assert call.input is not None
     path, ones, rotation = call.path, torch.ones(len(weights["query"])), _rotation(trace, call)

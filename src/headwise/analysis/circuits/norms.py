@@ -42,9 +42,9 @@ class NormMap(NamedTuple):
 
 
 def norm_map(call: ModuleCall) -> NormMap:
-    """Return the linear part of a norm that the model called, in float64. Each feature has the factor `weight`, `1 +
-    weight` (Gemma) or 1: the choice with which the formula reproduces the outputs of the norm for random inputs. Raise
-    `InputError` if no choice reproduces them.
+    """Return the linear part of a norm that the model called, in float64. It multiplies each feature by 1, by `weight`
+    or by `1 + weight` (as in Gemma), whichever reproduces the outputs of the norm for random inputs. Raise `InputError`
+    if none of the three does.
     """
     assert call.of_norm is not None
     norm, (read, returned) = call.module, call.of_norm

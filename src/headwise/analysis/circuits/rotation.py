@@ -31,16 +31,18 @@ class Rotation(NamedTuple):
 
 
 def layer_rotation(rotary: Rotary) -> Rotation:
-    """Return the rotation of headwise's own attention layer with the option `rotary`."""
+    """Return the rotation of queries and keys by position in headwise's own attention layer, for the option `rotary` of
+    the layer.
+    """
     return Rotation(
         lambda features, positions: rotary.rotate(features[None], positions[None])[0], lambda: rotary.depends_on_length
     )
 
 
 def module_rotation(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], length: int) -> Rotation | None:
-    """Return the rotation with the cosines and sines that a transformers module such as `LlamaRotaryEmbedding` computes
-    from positions. `args` and `kwargs` are the arguments of its call in a recorded run. Return None unless exactly one
-    of them contains the positions 0 to `length - 1`.
+    """Return the rotation of queries and keys by position, with the cosines and sines that a transformers module such
+    as `LlamaRotaryEmbedding` computes. `args` and `kwargs` are the arguments of the module's call in a recorded run.
+    Return None unless exactly one of them contains the positions 0 to `length - 1`.
 
     If the first n features are rotated, feature i is rotated together with feature i + n / 2.
     """

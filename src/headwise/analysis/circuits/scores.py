@@ -101,8 +101,8 @@ class CompositionSummary(HeadTable[HeadRow]):
     """Table of the largest composition scores of each head, one row per head. A composition score states how strongly a
     head's queries (`q`), keys (`k`) or values (`v`) read the output of an earlier head. `k_in` is the largest score of
     this head's keys with an earlier head, and `k_out` the largest score of a later head's keys with this head. The
-    columns for `q` and `v` are named in the same way. A column is NaN if there is no earlier or later head, or if the
-    head's matrix is 0.
+    columns for `q` and `v` are named in the same way. A column is NaN if the model has no earlier or later head, or if
+    the OV or QK matrix of this head is 0.
     """
 
     NAME = "composition-summary"
@@ -132,7 +132,7 @@ class Composition(Table[HeadPair]):
 
     @property
     def expected(self) -> float:
-        """Composition score to expect of random matrices: the root mean square of their scores, 1 / sqrt(width)."""
+        """Composition score to expect of two random matrices: the root mean square of such scores, 1 / sqrt(width)."""
         return float(self.metadata["measured"]["expected"])
 
     @property

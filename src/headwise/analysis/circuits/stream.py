@@ -83,10 +83,10 @@ def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule])
 
 
 def _factors(paths: Sequence[str], shifts: Sequence[Tensor], changes: Sequence[Tensor]) -> StreamFactors:
-    """Return the factors with which random vectors (`shifts`), added to the outputs of modules, reach the residual
-    stream, fitted by least squares. `changes` are the resulting changes of the stream: at the input of each module in
-    `paths` and, if known, at its end. If there is one shift more than paths, the first shift was added to the token
-    embedding.
+    """Fit by least squares the factors with which the outputs of modules reach the residual stream, and return them.
+    `shifts` are random vectors that were added to these outputs. `changes` are the resulting changes of the stream: at
+    the input of each module in `paths` and, if known, at the end of the stream. If there is one shift more than paths,
+    the first shift was added to the token embedding.
     """
     offset, size = len(shifts) - len(paths), float(shifts[0].norm())
     table = torch.full((len(changes), len(shifts)), torch.nan, dtype=torch.float64)
@@ -112,7 +112,9 @@ def _factors(paths: Sequence[str], shifts: Sequence[Tensor], changes: Sequence[T
 
 
 def _common(factors: Tensor) -> float | None:
-    """Return the value of positive factors that are equal up to rounding, 1 exactly if it is nearly 1; else None."""
+    """Return the common value of some factors, exactly 1 if it is nearly 1. Return None if the factors are not
+    positive, or differ by more than rounding.
+    """
     smallest, largest, factor = float(factors.min()), float(factors.max()), float(factors[0])
     if smallest <= TOLERANCE or largest - smallest > TOLERANCE * largest:
         return None
@@ -133,8 +135,8 @@ def _tensor_like(trace: RunTrace, second: RunTrace, end: Tensor) -> Tensor:
 @contextmanager
 def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> Iterator[None]:
     """While the context is active, make each norm of a model return its outputs from a recorded run, in the order of
-    its calls. `shifted` has pairs of a module call and a tensor: such a call returns its recorded output plus this
-    tensor.
+    its calls. `shifted` has pairs of a recorded module call and a tensor. The module of such a call returns the
+    recorded output plus the tensor.
     """
     outputs: dict[nn.Module, list[Any]] = {}
     for call in trace.calls:
@@ -151,7 +153,7 @@ def _replayed(trace: RunTrace, shifted: Sequence[tuple[ModuleCall, Tensor]]) -> 
 def _stream_end(trace: RunTrace, shape: torch.Size) -> tuple[Tensor, ModuleCall | None, ModuleCall | None] | None:
     """Return the last tensor of the residual stream, which has the given `shape`: the input of the final norm or,
     without such a norm, of the output embedding. Also return the recorded calls of the final norm and of the output
-    embedding, each None if it is missing. Return a single None if no such tensor is found.
+    embedding. A missing call is None. If no such tensor is found, return None in place of all three.
 
     If the model does not name its output embedding, the tensor is derived from the output of the model, or else from
     the input of the last norm.

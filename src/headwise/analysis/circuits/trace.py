@@ -104,8 +104,9 @@ class ModuleCall(NamedTuple):
 
 
 class RunTrace(SiteRegistry):
-    """Recorded run of a model on one sequence. It has the attention weights, and the head outputs before the output
-    projection, by the path of the attention module. It also has all calls of modules, in the order in which they ended.
+    """Recorded run of a model on one sequence. For each attention module, identified by its path, it has the attention
+    weights and the head outputs before the output projection. It also has the calls of all PyTorch modules, in the
+    order in which the calls ended.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
@@ -140,7 +141,9 @@ class RunTrace(SiteRegistry):
             raise InputError("model", expected="attention in a way that can be seen", got=got)
 
     def observe(self, call: Call) -> Observation:
-        """Return an `Observation` that stores the attention weights of a call in float64."""
+        """Return an `Observation` (receiver of attention weights) that stores the attention weights of a call in
+        float64.
+        """
         self.register(call)
         path, grid = call.site.path, call.grid
         if call.site.cross:

@@ -129,9 +129,9 @@ def attention_distances(
     progress: bool = False,
     title: str | None = None,
 ) -> AttentionDistances:
-    """Measure how far each head attends. By default, return two distances per head, in tokens: the smallest one within
-    which 50 % of its attention lies, and the smallest one for 90 %. The result also has the share of attention within
-    each of several distances, as a curve.
+    """Measure how far each head attends. By default, return two distances per head, in tokens: the smallest distance
+    within which 50 % of the head's attention lies, and the smallest one for 90 %. The result also has the share of
+    attention within each of several distances, as a curve.
 
         distances = hw.attention_distances(model, texts)
         distances.table()           # one row per head: layer, head, ..., distance_90, distance_90_with_first

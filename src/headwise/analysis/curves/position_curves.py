@@ -68,8 +68,8 @@ class PositionSlopes(HeadTable[HeadRow]):
 @dataclass(frozen=True, repr=False)
 class PositionCurves(HeadCurves[PositionRow]):
     """Table of the attention statistics of each head by the position of the query, one row per head and bin of
-    positions. Each number is a mean over the queries of a sequence in the bin, averaged over all sequences that have
-    such queries. Standard errors are over documents.
+    positions. Statistics are averaged first over the queries of a sequence in the bin, then over all sequences that
+    have queries in the bin. Standard errors are over documents.
 
     Attributes:
         slopes: the slope of each statistic on the logarithm of the position, one row per head.

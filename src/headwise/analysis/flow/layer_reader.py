@@ -25,9 +25,9 @@ LARGEST_LOSS = 1e-3
 
 
 class LayerReader(SiteRegistry):
-    """Base class of interceptors that read the attention weights of each layer during one run of a model, such as to
-    multiply the matrices of successive layers. Batches may have padding. Every layer must run self-attention over all
-    tokens exactly once; otherwise `InputError` names the module.
+    """Base class of interceptors that read the attention weights of each layer during one run of a model. Subclasses
+    multiply the attention matrices of successive layers, for example. Batches may have padding. Every layer must run
+    self-attention over all tokens exactly once; otherwise an `InputError` is raised that names the module.
 
     Attributes:
         sizes: numbers of sequences and tokens of the first layer; None before it.
@@ -116,7 +116,7 @@ def require_whole(sums: Float[Tensor, "*queries"], path: str, eps: float) -> Non
 
 
 def eps_of(row_block: RowBlock) -> float:
-    """Return the machine epsilon of an attention call: that of the dtype of its value vectors or, if these are unknown,
-    of its attention weights.
+    """Return the machine epsilon of an attention call. It is the epsilon of the dtype of the value vectors or, if the
+    values are unknown, of the dtype of the attention weights.
     """
     return torch.finfo(row_block.powers.dtype if row_block.values is None else row_block.values.dtype).eps

@@ -67,9 +67,9 @@ def norm_weighted(
     progress: bool = False,
     title: str | None = None,
 ) -> NormWeighted:
-    """Measure where each head attends if each attention weight is multiplied by a norm: that of the key's value vector
+    """Measure where each head attends if each attention weight is multiplied by the norm of the key's value vector
     after the output projection (Kobayashi et al. 2020). Also measure how much these products differ from the plain
-    weights. `NormWeighted` defines the statistics.
+    weights. The class `NormWeighted` defines the statistics.
 
         norms = hw.norm_weighted(model, texts)
         norms.table()                   # one row per head: norm_entropy, entropy_change, ..., moved, norm_preference

@@ -51,8 +51,8 @@ class LayerRow(Row):
 
 class RolloutLayers(Table[LayerRow]):
     """Table of attention rollout (attention multiplied over layers), one row per layer. The rollout states, for each
-    query, which share of its attention goes to each input token. Statistics of these shares are means over the queries
-    of a sequence, averaged over sequences, with standard errors over documents.
+    query, which share of its attention goes to each input token. Statistics of the shares are averaged first over the
+    queries of a sequence, then over sequences. Standard errors are over documents.
 
     The columns `first`, `self` and `special` are shares on the first token, on the query's own token and on special
     tokens; `distance` is the mean distance in tokens, and `entropy` is in nats.
@@ -65,7 +65,8 @@ class RolloutLayers(Table[LayerRow]):
     def plot(
         self, statistics: Collection[str] = ("first", "self", "special"), *, errors: float = 1.96, ax: Any = None
     ) -> "Axes":
-        """Draw statistics of the rollout against the layer, with error bars, and return the matplotlib axes.
+        """Draw statistics of the attention rollout (attention multiplied over layers) against the layer, with error
+        bars, and return the matplotlib axes.
 
         Args:
             statistics: names of statistics of the same unit; those that were not measured are left out.
@@ -193,8 +194,8 @@ def rollout(
 
 
 def residual_share(residual: Any) -> float:
-    """Return `residual`, the weight of the residual connection in the rollout, as a float. Raise `InputError` unless it
-    is at least 0 and below 1.
+    """Return `residual`, the weight of the residual connection in the rollout (attention multiplied over layers), as a
+    float. Raise `InputError` unless it is at least 0 and below 1.
     """
     share = finite_number("residual", residual)
     if not 0.0 <= share < 1.0:
@@ -253,8 +254,8 @@ LAYER_STATISTICS = (*ROLLOUT_STATISTICS, "entropy")
 
 @dataclass
 class LayerSums:
-    """Sums of the statistics of one layer and its heads over the queries of each sequence, in float64. The dictionaries
-    map the name of a statistic to its sums.
+    """Sums of the attention statistics of one layer and of its heads. Each sum is over the queries of one sequence, in
+    float64. The dictionaries map the name of a statistic to its sums.
 
     Attributes:
         of_layer: sums of the statistics of the layer's rollout.
@@ -272,11 +273,11 @@ class LayerSums:
 
 
 class RolloutRun(LayerReader):
-    """Interceptor that computes the attention rollout of a batch for a part of its tokens, in one of several runs of
-    the model. The part begins at the token `start`, and has as many tokens as fit into memory. The statistics that
-    depend on these tokens are added to `sums`, which has the sums of each layer.
+    """Interceptor that computes the attention rollout (attention multiplied over layers) of a batch, in one of several
+    runs of the model. Each run is for a range of tokens, which begins at the token `start` and has as many tokens as
+    fit into memory. The statistics that depend on these tokens are added to `sums`, which has the sums of each layer.
 
-    For the entropy, the tokens of the part are the input tokens to which rolled-out attention goes. For attention on
+    For the entropy, the tokens of the range are the input tokens to which rolled-out attention goes. For attention on
     the query itself and for distances, they are the queries.
     """
 
@@ -304,10 +305,10 @@ class RolloutRun(LayerReader):
 
 @dataclass
 class _Columns:
-    """State of attention rollout (attention multiplied over layers) while the model runs: the rollout matrix of the
-    layers so far, times a matrix with some columns. There are two columns for each token in `tokens`: the token's
-    column of the identity matrix, and the distances of all tokens to this token. The last three columns are 1 at first
-    tokens, at special tokens, and at all tokens.
+    """State of attention rollout (attention multiplied over layers) while the model runs: the product of the rollout
+    matrix of the layers so far and a matrix C. C has two columns for each token in `tokens`: the token's column of the
+    identity matrix, and the distances of all tokens to this token. Its last three columns mark first tokens, special
+    tokens and all tokens with 1.
 
     Attributes:
         tokens: indices of the tokens that have two columns each.
@@ -321,8 +322,9 @@ class _Columns:
 
     @staticmethod
     def of(row_block: RowBlock, context: CallContext, start: int) -> "_Columns":
-        """Return the columns at the input of the first layer, where the rollout matrix is the identity. The columns
-        belong to the tokens from `start` on, as many as fit into memory.
+        """Return the columns of the attention rollout (attention multiplied over layers) at the input of the first
+        layer, where the rollout matrix is the identity. The columns are for the tokens from `start` on, as many as fit
+        into memory.
         """
         grid, powers = row_block.grid, row_block.powers
         token_bytes = 2 * 2 * powers.element_size() * grid.batch * grid.queries  # with the columns of the next layer
@@ -356,10 +358,10 @@ def _is_first(grid: Grid, context: CallContext, positions: Int[Tensor, "batch to
 
 
 class _Layer:
-    """One layer of the model while attention rollout (attention multiplied over layers) is computed. `add` is called
-    for each block of query rows: it multiplies their attention weights by the rollout of the layers below, and adds the
-    product to the mean over heads. From this mean, `finish` computes the rollout of this layer. Only some columns of
-    these matrices, those in `_Columns`, are computed in one run of the model.
+    """Object that computes the attention rollout (attention multiplied over layers) of one layer. `add` multiplies the
+    attention weights of a block of query rows by the rollout of the layers below, and adds the product to the mean over
+    heads. `finish` computes the rollout of the layer from this mean. One run of the model computes only some columns of
+    the rollout (see `_Columns`).
     """
 
     def __init__(self) -> None:
@@ -368,8 +370,9 @@ class _Layer:
         self._eps = 0.0
 
     def add(self, row_block: RowBlock, columns: _Columns, sums: LayerSums) -> None:
-        """Multiply the attention weights of a block (some query rows of some heads) by `columns`, the rollout of the
-        layers below. Add the products to this layer's mean over heads, and the statistics of each head to `sums`.
+        """Multiply the attention weights of a block (some query rows of some heads) by `columns`, the attention rollout
+        of the layers below. Add the products to this layer's mean over heads, and the attention statistics of each head
+        to `sums`.
         """
         grid, tile, before = row_block.grid, row_block.tile, columns.values
         if self._product is None or self._counted is None:
@@ -417,8 +420,8 @@ class _Layer:
                 add(sums.direct, "special", row_block.feature_sums["special"])
 
     def finish(self, columns: _Columns, residual: float, sums: LayerSums, path: str) -> None:
-        """Update `columns` from the rollout of the layers below to the rollout that includes this layer and its
-        residual connection. Add the statistics of this layer's rollout to `sums`.
+        """Update `columns` from the rollout (attention multiplied over layers) of the layers below to the rollout that
+        includes this layer and its residual connection. Add the statistics of this layer's rollout to `sums`.
         """
         assert self._product is not None
         assert self._counted is not None

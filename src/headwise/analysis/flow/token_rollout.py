@@ -49,9 +49,9 @@ class TokenRollout:
     residual: float
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row for each query and token. The columns are the indices `query` and
-        `token`, the texts `query_text` and `token_text`, and `weight`, the share of the token in the rollout of the
-        query.
+        """Return the attention rollout (attention multiplied over layers) as a pandas DataFrame with one row for each
+        query and token. The columns are the indices `query` and `token`, the texts `query_text` and `token_text`, and
+        `weight`, the share of the token in the rollout of the query.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -65,8 +65,8 @@ class TokenRollout:
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows, columns=columns)
 
     def plot(self, ax: Any = None) -> "Axes":
-        """Draw the shares of the tokens in the rollout as a matrix, with one row per query and one column per token,
-        and return the matplotlib axes.
+        """Draw the shares of the tokens in the attention rollout (attention multiplied over layers) as a matrix. It has
+        one row per query and one column per token. Return the matplotlib axes.
 
         Args:
             ax: matplotlib axes to draw on; those of a new figure by default.
@@ -165,10 +165,10 @@ def _indices(queries: Any, count: int) -> tuple[int, ...]:
 
 
 class _RowPass(LayerReader):
-    """Interceptor that multiplies rows of an attention rollout (`shares`, one row per query token) by the attention
-    matrix of each layer in `numbers`, averaged over heads, from the last layer to the first. For a single layer, the
-    product is computed block by block. For several layers, their attention matrices are stored and multiplied after the
-    run.
+    """Interceptor that multiplies rows of an attention rollout (`shares`, one row per query token) by attention
+    matrices. These are the matrices of the layers in `numbers`, averaged over heads, from the last layer to the first.
+    For a single layer, the product is computed block by block. For several layers, the matrices are stored and
+    multiplied after the run.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ class _RowPass(LayerReader):
         self._eps = 0.0
 
     def read_layer(self, number: int, call: Call, observed: ObservedCall) -> Observation | None:
-        """Return an `Observation`, which receives the attention weights of layer `number`. Return None if this layer is
-        not one of those by which the rollout is multiplied.
+        """Return an `Observation`, which receives the attention weights of layer `number`. Return None if the attention
+        rollout (attention multiplied over layers) is not multiplied by the weights of this layer.
         """
         if number not in self._numbers:
             return None
@@ -206,9 +206,9 @@ class _RowPass(LayerReader):
         return Observation(observer, CallContext(), lambda: None)
 
     def passed(self) -> list[Float[Tensor, "queries tokens"]]:
-        """Return the shares of the tokens at the input of each layer, from the last layer to the first. They are the
-        shares at the layer's output, multiplied by its mean attention matrix and mixed with the unmultiplied shares
-        (the residual connection).
+        """Return the shares of the tokens at the input of each layer, from the last layer to the first. To compute
+        them, the shares at the layer's output are multiplied by its mean attention matrix. The product is mixed with
+        the unmultiplied shares, to account for the residual connection.
         """
         shares, found = self._shares, []
         for number in reversed(self._numbers):

@@ -57,8 +57,8 @@ class DependencyRow(HeadRow):
 
 class _GainTable(Table[DependencyRow]):
     """Base class of tables of dependency accuracy (how often heads attend along a syntactic relation). The column
-    `gain` is the accuracy of a head minus the accuracy of always choosing the word at a fixed offset. The gain is
-    tested against zero.
+    `gain` is the accuracy of a head minus the accuracy of always choosing the word at a fixed offset. A significance
+    test compares the gain with zero.
     """
 
     ROW_TYPE = DependencyRow
@@ -73,9 +73,9 @@ class _GainTable(Table[DependencyRow]):
 
 class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
     """Table of dependency accuracy, one row per head: how often the head attends most from a word to the word at the
-    other end of a syntactic relation. The gain is this accuracy minus that of always choosing the word at one fixed
-    distance. Each row has the relation and direction with the largest gain in one half of the documents. The column
-    `gain` is measured in the other half, so that the choice does not bias it.
+    other end of a syntactic relation. The gain is this accuracy minus the accuracy of always choosing the word at one
+    fixed distance. Each row has the relation and direction with the largest gain in one half of the documents. The
+    column `gain` is measured in the other half, so that the choice does not bias it.
 
     The columns are those of `DependencyAccuracy`. `gain_q` is adjusted for the number of heads.
     """
@@ -87,7 +87,7 @@ class DependencyHeads(_GainTable, HeadTable[DependencyRow]):
 class DependencyAccuracy(_GainTable):
     """Table of dependency accuracy, one row per head, relation and direction (Clark et al. 2019, section 4.2). It
     states how often a head attends most from a word to the word at the other end of a syntactic relation. The direction
-    is from the dependent to its governor, or the reverse.
+    is from a word (the dependent) to the word on which it depends (its governor), or the reverse.
 
         accuracy         share of pairs in which the head's most attended word is the other word of the pair
         offset_accuracy  share in which the word at the best fixed offset is
@@ -108,8 +108,8 @@ class DependencyAccuracy(_GainTable):
 
     def best(self) -> DependencyHeads:
         """Return a table with one row per head, for the syntactic relation and direction with the largest
-        `selection_gain`. This is the head's accuracy minus that of a fixed offset in words, in the half of the
-        documents that is used for selection.
+        `selection_gain`. This gain is the head's accuracy minus the accuracy of always choosing the word at a fixed
+        offset. It is measured in the half of the documents that is used for selection.
         """
         best: dict[tuple[int, int, str], tuple[float, DependencyRow]] = {}
         for row in self.rows:
@@ -154,8 +154,9 @@ def dependency_accuracy(
     title: str | None = None,
 ) -> DependencyAccuracy:
     """Measure how often each head attends most from a word to its syntactic governor, and from a governor to its
-    dependent (Clark et al. 2019, section 4.2). Compare this accuracy with that of always choosing the word at the best
-    fixed offset (Voita et al. 2019, section 5.2). `DependencyAccuracy` defines the columns and the tests.
+    dependent (Clark et al. 2019, section 4.2). Compare this accuracy with the accuracy of always choosing the word at
+    the best fixed offset (Voita et al. 2019, section 5.2). The class `DependencyAccuracy` defines the columns and the
+    tests.
 
         accuracy = hw.dependency_accuracy(model, tokenizer, "en_ewt-ud-test.conllu")
         accuracy.best()                     # one row per head: the relation at which it is best
@@ -304,9 +305,9 @@ def _rows(
     selection: set[int],
     fewest: int,
 ) -> Iterator[DependencyRow]:
-    """Yield the rows of the table: for each head, one row per relation and direction. The documents are divided into
-    two halves, for selection and for the test. Relations and directions with fewer than `fewest` word pairs in one of
-    these halves are left out.
+    """Yield the rows of a table of dependency accuracy: for each head, one row per syntactic relation and direction.
+    One half of the documents is for selection, the other for the test. A relation and direction is left out if one of
+    the halves has fewer than `fewest` word pairs in it.
     """
     members: dict[tuple[str, str], tuple[list[int], list[int]]] = {}  # for the test, and for selection
     for index, pair in enumerate(pairs):
@@ -325,8 +326,9 @@ def _rows(
 def _columns(
     pairs: Sequence[_Pair], correct: Float[Tensor, "pairs heads"], test: Sequence[int], selection: Sequence[int]
 ) -> tuple[int, dict[str, list[MeanEstimate]]]:
-    """Return, for one relation and direction, the fixed offset in words that is most often right in the selection half,
-    and the columns such as accuracy and gain. `test` and `selection` are the indices of the word pairs in each half.
+    """Return, for one relation and direction, the fixed offset in words that is most often right for the word pairs in
+    the selection half of the documents. Also return the columns, such as accuracy and gain. `test` and `selection` are
+    the indices of the word pairs in each half.
     """
     offsets = [pair.target - pair.source for pair in pairs]
     counts = Counter(offsets[index] for index in selection if abs(offsets[index]) <= FARTHEST)

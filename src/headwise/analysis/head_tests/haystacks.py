@@ -99,7 +99,8 @@ def haystacks(
     tokenizer: Any, text: str, needles: Sequence[Needle], lengths: Sequence[int], depths: Sequence[float], seed: int
 ) -> Iterator[Haystack]:
     """Yield one text for each combination of a hidden sentence (needle), a length in tokens, and a depth (the share of
-    the text before the needle). The needle is inserted at the last end of a sentence or paragraph before this depth.
+    the text before the needle). The needle is inserted after a whole sentence or paragraph, the last one that ends
+    before this depth.
 
     For each needle, the long text starts at a random paragraph.
     """

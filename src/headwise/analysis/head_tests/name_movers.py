@@ -251,8 +251,9 @@ OF_MODEL = "logit_of_model"
 
 class _EndAttention(WeightReader):
     """Interceptor that reads the attention weights from the last token of each prompt to the names in the prompt. Each
-    name has a role: indirect object, or first or second occurrence of the subject. `places` are the token positions of
-    the names, `(prompts, roles)`. The weights of each attention module are `(prompts, heads, roles)`.
+    name has a role: indirect object, or first or second occurrence of the subject. `places` has the token positions of
+    the names, as a tensor of prompts by roles. For each attention module, the weights are a tensor `(prompts, heads,
+    roles)`.
     """
 
     places: Int[Tensor, "prompts roles"]
@@ -307,8 +308,8 @@ def name_copying(model: nn.Module, prompts: Sequence[NamePrompt]) -> tuple[dict[
 
 
 def _copying(copy: nn.Module, prompts: Sequence[NamePrompt]) -> dict[str, Copying]:
-    """Return for each attention module but the first, by path, whether its heads copy the names of the prompts. `copy`
-    is the model in float64.
+    """Test whether heads copy the names of the prompts. Return a dictionary from the path of each attention module,
+    except the first, to the results for its heads. `copy` is the model in float64.
     """
     batch = batch_of_ids(copy, prompts[0].ids[None])
     trace = RunTrace(copy, batch)

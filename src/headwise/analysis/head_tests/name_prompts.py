@@ -72,9 +72,9 @@ def name_prompts(
     names: Collection[str] = NAMES,
     templates: Collection[str] = TEMPLATES,
 ) -> list[NamePrompt]:
-    """Draw `count` prompts with random names, using the templates in turn. The order of the names alternates with each
-    round over the templates: first the name of the indirect object precedes that of the subject (ABBA), then the
-    reverse (BABA).
+    """Draw `count` prompts with random names, using the templates in turn. The order of the two names alternates with
+    each round over the templates: first the indirect object's name is before the subject's name (ABBA), then after it
+    (BABA).
     """
     whole_number("prompts", count, least=2)
     whole_number("seed", seed, least=0)

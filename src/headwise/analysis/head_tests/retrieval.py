@@ -248,8 +248,9 @@ def _share(value: Any) -> float:
 
 
 class _TopKeys(WeightReader):
-    """Interceptor that finds, for each head and each query row in `rows`, the key with the largest attention weight. It
-    reads one sequence and skips other rows. The result of each attention module is `(heads, rows)`.
+    """Interceptor that finds, for each head and each query in `rows`, the key with the largest attention weight. The
+    model reads a single sequence, and other queries are skipped. For each attention module, the indices of the keys are
+    a tensor `(heads, rows)`.
     """
 
     rows = range(0)
@@ -276,8 +277,9 @@ MORE = 4
 
 
 def forced_answer(tokenizer: Any, text: Haystack) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " places"], int]:
-    """Return the tokens of a long text, its question and the correct answer to it; the places of the needle's answer
-    among them; and the place of the first token of the answer to the question.
+    """Return three things for a text that hides a needle (sentence) and ends with a question. The first is the tokens
+    of the text, followed by the correct answer. The second is the positions of the needle's tokens that contain the
+    answer. The third is the position of the first token of the answer after the question.
     """
     prompt, spans = prompt_with_spans(tokenizer, text.text)
     whole, _ = prompt_with_spans(tokenizer, text.text + text.continuation)
@@ -295,7 +297,9 @@ def forced_answer(tokenizer: Any, text: Haystack) -> tuple[Int[Tensor, " tokens"
 def generated_answer(
     model: Any, tokenizer: Any, forced: Int[Tensor, " tokens"], first: int
 ) -> Int[Tensor, " generated_tokens"]:
-    """Return the tokens with the answer that the model generates, of at most 4 tokens more than the correct one."""
+    """Let the model generate an answer of at most 4 tokens more than the correct one. Return the tokens of the text,
+    the question and the generated answer.
+    """
     if not (hasattr(model, "can_generate") and model.can_generate()):
         remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
         raise InputError("model", expected="a model that generates text", got=type(model).__name__, remedy=remedy)
@@ -317,8 +321,9 @@ def generated_answer(
 
 
 def require_same_tokens(ids: Int[Tensor, " tokens"], first: int, output: Any) -> None:
-    """Raise `InputError` unless each token of a generated answer has the largest logit in `output`, up to rounding. For
-    `output`, the model read text and answer at once; otherwise attention may differ from that during generation.
+    """Raise `InputError` unless each token of a generated answer has the largest logit in `output`, up to rounding.
+    `output` is the model's output for the text and the answer together. If it predicts other tokens than during
+    generation, attention may differ, too.
     """
     logits = output.logits[0, first - 1 : -1].float().cpu()
     below = (logits.amax(1) - logits.gather(1, ids[first:, None])[:, 0]) / logits.abs().amax(1)

@@ -62,8 +62,8 @@ def sink_rate(
     title: str | None = None,
 ) -> SinkRate:
     """Measure the sink rate of each head (Gu et al. 2024). This is the share of sequences in which the mean attention
-    on the first token, or on another one in `positions`, exceeds the threshold `epsilon`. `SinkRate` has the
-    definition.
+    on the first token, or on another token in `positions`, exceeds the threshold `epsilon`. The class `SinkRate` has
+    the formula.
 
     Gu et al. use 100 sequences of 64 tokens. The rate depends on the length, so compare rates of the same length:
 

@@ -136,7 +136,7 @@ def _sentence(tokens: list[Any], text: str | None, document: int, name: str, sub
 
 def _surface_forms(tokens: list[Any]) -> Iterator[tuple[str, list[int], bool]]:
     """Yield each form that is written in the text of a sentence: a word, or a contraction of several words. With each
-    form, yield a list of the numbers of its words, and True if a blank follows the form.
+    form, yield the list of its words, each by its number in the sentence, and True if a blank follows the form.
     """
     covered = 0
     for token in tokens:

@@ -27,8 +27,8 @@ def batch_of_ids(model: nn.Module, ids: Int[Tensor, "batch length"]) -> dict[str
 
 class WeightReader(SiteRegistry):
     """Base class of interceptors that read the attention weights of a model, one block of query rows at a time, for
-    sequences of equal length. Each attention module must run self-attention over all tokens exactly once; otherwise
-    `InputError` names the module.
+    sequences of equal length. Each attention module must run self-attention over all tokens exactly once; otherwise an
+    `InputError` is raised that names the module.
 
     Attributes:
         found: for each site, what `read` stored in the last run.

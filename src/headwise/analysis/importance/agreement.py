@@ -133,8 +133,8 @@ class Agreement:
 
     @property
     def _effects(self) -> tuple[list[float], list[float]]:
-        """Absolute predicted effects and absolute measured effects of all heads, where an effect is a value minus the
-        value without effect (`no_effect`).
+        """Absolute predicted effects and absolute measured effects of all heads. An effect is a value minus
+        `no_effect`, the value without any effect.
         """
         predicted, measured = (
             [abs(value - no_effect) for value in values]

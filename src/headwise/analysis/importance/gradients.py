@@ -57,8 +57,9 @@ class ImportanceTask(NamedTuple):
 
 class GateTensors(SiteRegistry):
     """Interceptor that multiplies the output of every head by a gate, so that a loss can be differentiated with respect
-    to the gates. Each attention module (in self- or cross-attention) has one gate per head, separate for each example
-    or common to all. If a module is called several times in a run, all calls use the same gates.
+    to the gates. Each attention module (in self- or cross-attention) has one gate per head. This gate is the same for
+    all examples, or has one value per example. If a module is called several times in a run, all calls use the same
+    gates.
 
     Attributes:
         by_site: gates of each site that was called in the last run.
@@ -74,7 +75,9 @@ class GateTensors(SiteRegistry):
         self._lock = threading.Lock()
 
     def start_batch(self, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Prepare the loss for a batch without gates; return it on the model's device, and its number of examples."""
+        """Prepare the loss for a batch, without gates. Return the batch on the model's device, and its number of
+        examples.
+        """
         batch = to_device(batch, device_of(self._task.data.model))
         self.by_site, self._create = {}, None
         prepare_loss(self._task.loss, self._task.data.model, batch)
@@ -140,7 +143,9 @@ def gate_dtype(out: Tensor) -> torch.dtype:
 
 @contextmanager
 def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
-    """Multiply head outputs by gates in evaluation mode, with frozen parameters; yield what sets the gates."""
+    """Multiply head outputs by gates while the context is active, in evaluation mode and with frozen parameters. Yield
+    the interceptor that sets the gates.
+    """
     model, gates = task.data.model, GateTensors(task)
     # Leaving inference mode also turns gradients on.
     with evaluation_mode(model), frozen_parameters(model), torch.inference_mode(False), intercepted(model, gates):
@@ -155,8 +160,8 @@ def differentiable_gates(task: ImportanceTask) -> Iterator[GateTensors]:
 @storable
 @dataclass
 class GradientProgress(SiteProgress):
-    """Statistics that one process has measured so far for a method that computes the importance of heads from
-    gradients.
+    """Partial result of one process for a method that computes the importance of heads from gradients: the statistics
+    that it has measured so far.
 
     Attributes:
         counted: moments of a 0 for each example whose loss is not NaN.
@@ -170,7 +175,7 @@ class GradientProgress(SiteProgress):
 @dataclass(frozen=True)
 class GradientMethod:
     """Base class of importance methods that compute a score per head from the derivatives of the loss with respect to
-    gates (factors of the head outputs).
+    gates (factors by which head outputs are multiplied).
     """
 
     only_at_one: ClassVar[bool] = True
@@ -208,8 +213,8 @@ class GradientMethod:
         self, task: ImportanceTask, parts: Sequence[GradientProgress], _metadata: dict[str, Any]
     ) -> tuple[list[HeadRow], dict[str, Any]]:
         """Return one table row per head, with means of the scores over the examples of all processes. Also return
-        additional entries for the table's metadata. For an example in which a head did not run, the derivative counts
-        as 0.
+        additional entries for the table's metadata. If a head did not run in an example, its derivative in this example
+        counts as 0.
         """
         registry, counted = merged_registry(task.data.model, parts), _zeros(torch.zeros(0, dtype=torch.bool), None)
         for part in parts:
@@ -286,9 +291,9 @@ def _missing(counted: RunningMoments, measured: RunningMoments | None, heads: in
 
 @dataclass(frozen=True)
 class Gradient(GradientMethod):
-    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g. The first score
-    is the mean over examples of |dL/dg| (Michel, Levy and Neubig 2019, equation 5). The second is the mean of -dL/dg, a
-    first-order estimate of the ablation effect.
+    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g (a factor of the
+    head's output). The first score is the mean over examples of |dL/dg| (Michel, Levy and Neubig 2019, equation 5). The
+    second is the mean of -dL/dg, a first-order estimate of the ablation effect.
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
@@ -297,9 +302,9 @@ class Gradient(GradientMethod):
 
 @dataclass(frozen=True)
 class Square(GradientMethod):
-    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g. The score is the
-    mean over examples of (dL/dg)^2, the empirical Fisher information of the gate (Theis et al. 2018; Molchanov et al.
-    2019).
+    """Importance method that uses the derivative dL/dg of the loss L with respect to a head's gate g (a factor of the
+    head's output). The score is the mean over examples of (dL/dg)^2, the empirical Fisher information of the gate
+    (Theis et al. 2018; Molchanov et al. 2019).
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
@@ -308,9 +313,10 @@ class Square(GradientMethod):
 
 @dataclass(frozen=True)
 class Integrated(GradientMethod):
-    """Importance method that uses integrated gradients (Sundararajan, Taly and Yan 2017). With the loss L and a head's
-    gate g, the score is -dL/dg, integrated while all gates rise together from 0 to 1. For each example, the scores of
-    all heads add up to the effect of removing all heads, up to the error of numerical integration.
+    """Importance method that uses integrated gradients (Sundararajan, Taly and Yan 2017). L is the loss, and a head's
+    gate g is a factor of the head's output. The score is -dL/dg, integrated while all gates rise together from 0 to 1.
+    For each example, the scores of all heads add up to the effect of removing all heads, up to the error of numerical
+    integration.
 
     The completeness gap is the sum over examples of the absolute difference between this sum of scores and the effect,
     divided by the sum of the absolute effects. So errors of opposite sign do not cancel. For each batch, the number of

@@ -218,8 +218,8 @@ def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalis
 
 
 def _normalised_per_layer(rows: Iterable[HeadRow]) -> Iterator[HeadRow]:
-    """Yield the row of each head with every statistic, and its standard error, divided by the l2 norm of the statistic
-    over the heads of the layer. A norm of 0 is replaced by 1.
+    """Yield the row of each head, in which every statistic and its standard error are divided by the l2 norm of the
+    statistic over the heads of the layer. A norm of 0 is replaced by 1.
     """
     for _, rows_of_layer in groupby(rows, key=lambda row: row.layer):
         layer = list(rows_of_layer)

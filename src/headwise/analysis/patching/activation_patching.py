@@ -27,10 +27,10 @@ from headwise.statistics.columns import Column
 
 
 class Patching(HeadTable[HeadRow]):
-    """Table of the effect of patching each head (its output is replaced by that of a run on other prompts), one row per
-    head. `difference` is the logit of the right answer minus that of the wrong one in the patched run. `recovered` is
-    this difference on a scale from 0 (its value in the unpatched corrupted run) to 1 (its value in the unpatched clean
-    run). Both columns are means over prompt pairs.
+    """Table of the effect of patching each head, one row per head. Patching replaces the head's output by its output in
+    a run on other prompts. `difference` is the logit of the right answer minus that of the wrong one in the patched
+    run. `recovered` is this difference on a scale from 0 (its value in the unpatched corrupted run) to 1 (its value in
+    the unpatched clean run). Both columns are means over prompt pairs.
     """
 
     NAME = "patching"

@@ -30,9 +30,9 @@ from headwise.shapes import Float
 
 
 class AttributionPatching(Patching):
-    """Table of the estimated effect of patching each head (its output is replaced by that of a run on other prompts),
-    one row per head. The logit difference after patching is not measured, but estimated from derivatives. The columns
-    are those of activation patching.
+    """Table of the estimated effect of patching each head, one row per head. Patching replaces the head's output by its
+    output in a run on other prompts. The logit difference after patching is estimated from derivatives, not measured.
+    The columns are those of activation patching: `difference` and `recovered`.
 
     With d the logit of the right answer minus that of the wrong one, o the output of the head in the run that is
     patched, and o' its output in the other run, each pair of prompts has
@@ -175,7 +175,7 @@ class _OutputGradients(SiteRegistry):
 
     def change(self, call: Call) -> Change | None:
         """Return the function that makes the head outputs of an attention call depend on a tensor that requires
-        gradients. Return None if `reset` selected an attention module, and the call is of a different one.
+        gradients. If `reset` selected an attention module, return None for calls of all other modules.
         """
         if not call.is_recomputation:
             self.register(call)
@@ -201,7 +201,8 @@ class _OutputGradients(SiteRegistry):
     ) -> dict[SiteKey, Float[Tensor, "pairs heads"]]:
         """Return a first-order estimate of the effect of patching, for each prompt pair and each head of the attention
         modules `sites`. It is the derivative of `result` with respect to the head's output, times the change of this
-        output from the destination run to the source run. The product is summed over queries and features.
+        output. The change is from the destination run (on the batch that is patched) to the source run. The product is
+        summed over queries and features.
         """
         if not result.requires_grad:
             got = "none" if self._inputs else "none, as heads could not be changed"

@@ -49,10 +49,10 @@ HeadInputs = Mapping[str, Float[Tensor, "batch receivers length features"]]
 
 
 class PathPatching(Patching):
-    """Table of the effect of patching direct paths, one row per head (the sender). The receivers, which are other heads
-    or the logits, read the sender's output from another run, and the outputs of all other heads are frozen.
-    `difference` is the logit of the right answer minus that of the wrong one after patching. `recovered` is this
-    difference on a scale from 0 (corrupted run) to 1 (clean run).
+    """Table of the effect of patching the direct paths from each head (the sender) to the receivers, one row per
+    sender. The receivers, which are other heads or the logits, read the sender's output from another run. All other
+    heads are frozen at their outputs in the unpatched run. `difference` is the logit of the right answer minus that of
+    the wrong one after patching. `recovered` is this difference on a scale from 0 (corrupted run) to 1 (clean run).
 
     The steps are those of Wang et al. (2022, appendix B, algorithm 1):
 
@@ -88,9 +88,9 @@ def path_patching(
     mlps: str = "recompute",
     progress: bool = False,
 ) -> PathPatching:
-    """Measure the effect of the direct paths from one head at a time (the sender) to the receivers. These are the final
-    logits, or the queries, keys or values of other heads. Paths that pass through any other head are left out.
-    `PathPatching` has the steps (Wang et al. 2022).
+    """Measure the effect of the direct paths from one head at a time (the sender) to the receivers. The receivers are
+    the final logits, or the queries, keys or values of other heads. Paths that pass through any other head are left
+    out. The class `PathPatching` lists the steps (Wang et al. 2022).
 
     The table states for each sender how much of the logit difference is recovered if the run on the corrupted prompts
     has these paths from the run on the clean prompts (or the reverse, for the direction "noise"). All receivers are
@@ -148,8 +148,8 @@ def path_patching(
 
 class _PathRuns:
     """Runs of a model in which the direct paths from some heads (the senders) to the receivers are patched. The model
-    runs on the destination batch (the one that is patched), first of all without patches. `names` are the inputs of the
-    receiving heads that are patched (letters q, k and v); it is empty if the receivers are the logits.
+    runs on the destination batch (the one that is patched), at first without patches. `names` has the letters q, k and
+    v of those inputs of the receiving heads that are patched. It is empty if the receivers are the logits.
 
     Attributes:
         interceptor: interceptor that patches paths, which must be active for `difference`.
@@ -193,8 +193,8 @@ class _PathRuns:
                 self._require_frozen_mlps()
 
     def difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
-        """Patch the direct paths from all `senders` to the receivers. Return, for each prompt pair, the logit of the
-        right answer minus that of the wrong one in the patched run.
+        """Patch the direct paths from some heads, `senders`, to the receivers (other heads or the logits). Return, for
+        each prompt pair, the logit of the right answer minus that of the wrong one in the patched run.
         """
         difference = self._frozen_difference(senders)
         if not self._patches_heads:
@@ -212,9 +212,10 @@ class _PathRuns:
         return self.runs.run_gated(self._pairs.difference, {site.path for site, _ in changed})
 
     def _frozen_difference(self, senders: Collection[tuple[SiteKey, int]]) -> Float[Tensor, " pairs"]:
-        """Run the model with the outputs of all heads replaced by recorded ones. Senders have their outputs in the run
-        on the source batch, and other heads have their outputs in the unpatched run. Return the logit difference of
-        each prompt pair. If `senders` is empty, no layer outputs of earlier runs are reused.
+        """Run the model with the outputs of all heads replaced by recorded ones. The heads in `senders` have their
+        outputs in the run on the source batch, and other heads have their outputs in the unpatched run. Return the
+        logit difference (right minus wrong answer) of each prompt pair. If `senders` is empty, no layer outputs of
+        earlier runs are reused.
         """
         self.interceptor.freeze(senders)
         with nullcontext() if self._mlps is None else self._mlps.replayed():
@@ -222,8 +223,8 @@ class _PathRuns:
             return self.runs.run_gated(self._pairs.difference, paths)
 
     def _require_unpatched(self, difference: Float[Tensor, " pairs"], expected: str) -> None:
-        """Raise `InputError` if the logit differences of a run that should change nothing are not those of the
-        unpatched run, up to rounding.
+        """Raise `InputError` if a run that should change nothing has other logit differences (right minus wrong answer)
+        than the unpatched run. Differences by rounding are allowed.
         """
         unpatched = self._pairs.unpatched
         if not torch.allclose(difference, unpatched, TOLERANCE, TOLERANCE, equal_nan=True):
@@ -232,8 +233,8 @@ class _PathRuns:
 
     def _require_frozen_mlps(self) -> None:
         """Raise `InputError` unless only direct paths are left when the outputs of MLPs are frozen. For this check, the
-        outputs of all heads are changed. Then the end of the residual stream must change by the output projections of
-        these changes, and by nothing else.
+        outputs of all heads are changed. The end of the residual stream must then change by the output projections of
+        these changes alone.
         """
         stream = ResidualStream(self._model)
         with stream.followed():
@@ -289,17 +290,17 @@ class _PathInterceptor(Interceptor):
         self.recorded: dict[CallKey, HeadInputs] = {}
 
     def freeze(self, senders: Iterable[tuple[SiteKey, int]]) -> None:
-        """Set up the next runs, in which the outputs of all heads are replaced. Senders have their outputs in the run
-        on the source batch, and all other heads have their outputs in the unpatched run. The queries, keys or values of
-        the receivers are recorded.
+        """Set up the next runs, in which the outputs of all heads are replaced. The heads in `senders` have their
+        outputs in the run on the source batch, and all other heads have their outputs in the unpatched run. The
+        queries, keys or values of the receivers (heads that read the senders' outputs) are recorded.
         """
         self._senders, self._new_inputs, self._records, self.recorded = {}, {}, True, {}
         for site, head in senders:
             self._senders.setdefault(site, []).append(head)
 
     def patch(self, inputs: Mapping[CallKey, HeadInputs]) -> None:
-        """Set up the next runs: the receivers compute their outputs from the given queries, keys or values. With an
-        empty mapping, nothing is changed.
+        """Set up the next runs, in which the receivers compute their outputs from the given queries, keys or values. If
+        `inputs` is empty, head outputs stay unchanged.
         """
         self._senders, self._new_inputs, self._records = None, inputs, False
 
@@ -312,7 +313,7 @@ class _PathInterceptor(Interceptor):
 
     def change(self, call: Call) -> Change | None:
         """Return the function that replaces head outputs, or records the receivers' inputs, in an attention call.
-        Return None if the call needs neither.
+        Return None if the call has nothing to replace or record.
         """
         key, receivers = (call.site, call.index), self._receivers.get(call.site, [])
         if self._senders is None and not (self._records and receivers) and key not in self._new_inputs:
@@ -330,8 +331,9 @@ class _PathInterceptor(Interceptor):
     def _changed(
         self, attended: HeadOutput, key: CallKey, receivers: list[int]
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the head outputs of an attention call after patching or freezing, or unchanged if the call needs
-        neither. In runs in which the queries, keys or values of the receivers are recorded, also store them.
+        """Return the head outputs of an attention call after patching or freezing. They are unchanged if the call is
+        neither patched nor frozen. In runs in which the queries, keys or values of the receivers are recorded, also
+        store them.
         """
         site, out = key[0], attended.out
         if self._records and receivers:
@@ -363,8 +365,8 @@ class _PathInterceptor(Interceptor):
 
 def _receiving_problem(attended: HeadOutput, site: SiteKey, heads: list[int]) -> Problem:
     """Return the queries, keys, values and options of an attention call (a `Problem`), with one key/value head per
-    query head. Raise `InputError` unless attention computed from them has the model's own outputs for `heads`, up to
-    rounding.
+    query head. Raise `InputError` unless attention computed from this problem reproduces the model's own outputs of
+    `heads`, up to rounding.
     """
     problem, path = attended.read_problem(), site.label
     remedy = 'use receivers="logits", or an implementation of attention that calls scaled_dot_product_attention'

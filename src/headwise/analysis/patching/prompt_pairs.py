@@ -137,9 +137,9 @@ def _answer_token(tokenizer: Any, name: str, answer: str, prompts: Iterable[tupl
 
 
 class PromptPairs:
-    """Clean and corrupted batch of prompts for patching: values from the run on the source batch replace those in the
-    run on the destination batch. With the direction "denoise", the clean batch is the source; with "noise", the
-    corrupted batch is. At creation, the model runs on the source batch.
+    """Clean batch and corrupted batch of prompts for patching. Patching replaces values in the run on one batch (the
+    destination) by values from the run on the other batch (the source). With the direction "denoise", the clean batch
+    is the source; with "noise", the corrupted batch is. The model runs on the source batch when the object is created.
 
     Attributes:
         source_run: head outputs in the run on the source batch.
@@ -169,9 +169,9 @@ class PromptPairs:
         return self._tokens.logit_difference(self.model, copied(self._destination))
 
     def difference_in_other_context(self) -> Float[Tensor, " pairs"]:
-        """Run the model on a mixture of the two batches, and return the logit difference of each prompt. The tokens
-        that the answers directly follow are from the destination batch (the one that is patched). All other tokens are
-        from the source batch.
+        """Run the model on a mixture of the two batches, and return the logit difference (right minus wrong answer) of
+        each prompt. The tokens that the answers directly follow are from the destination batch (the one that is
+        patched). All other tokens are from the source batch.
         """
         batch = dict(self._destination)
         for name, own in self._destination.items():
@@ -188,15 +188,15 @@ class PromptPairs:
         return self._tokens.logit_difference(self.model, copied(batch))
 
     def set_unpatched(self, difference: Float[Tensor, " pairs"]) -> None:
-        """Store the logit differences of the run on the destination batch without patches, in the attribute
-        `unpatched`. Raise `InputError` if one of them is NaN or infinite.
+        """Store the logit differences of the run on the destination batch (the one that is patched), without patches,
+        in the attribute `unpatched`. Raise `InputError` if one of them is NaN or infinite.
         """
         self.unpatched = difference.detach()
         self._require_finite(self.unpatched, self._destination)
 
     def _require_finite(self, difference: Float[Tensor, " pairs"], batch: dict[str, Any]) -> None:
-        """Raise `InputError` if a logit difference is NaN or infinite. The error names the first module whose output
-        contains NaN or infinity in a run on `batch`.
+        """Raise `InputError` if a logit difference (right minus wrong answer) is NaN or infinite. The error names the
+        first module whose output contains NaN or infinity in a run on `batch`.
         """
         is_finite = difference.isfinite()
         if not bool(is_finite.all()):
@@ -205,14 +205,14 @@ class PromptPairs:
 
     @property
     def _clean_and_corrupted(self) -> tuple[Tensor, Tensor]:
-        """Logit differences in the clean run and in the corrupted run, both without patches."""
+        """Logit differences (right minus wrong answer) in the clean run and in the corrupted run, without patches."""
         both = (self._source_difference, self.unpatched)
         return both if self._direction == "denoise" else both[::-1]
 
     def estimates(self, difference: Float[Tensor, " pairs"]) -> dict[str, MeanEstimate]:
         """Return two means over prompt pairs. `difference` is the mean of the given logit differences. `recovered` is
-        the mean of these differences on a scale from 0 (value in the corrupted run) to 1 (value in the clean run). It
-        leaves out pairs with the same logit difference in both runs.
+        the mean of these differences on a scale from 0 (value in the corrupted run) to 1 (value in the clean run).
+        Pairs with the same logit difference in the corrupted and the clean run are left out of `recovered`.
         """
         if not bool(difference.isfinite().all()):
             raise InputError("model", expected="finite logits in each patched run", got="NaN or infinity")

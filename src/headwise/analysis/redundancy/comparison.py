@@ -44,10 +44,10 @@ LARGEST_EXPECTATION = 0.05
 @storable
 @dataclass
 class ComparisonProgress(SiteProgress):
-    """Results of comparing heads that one process has so far. For each pair of attention modules, `products` are
-    running sums that compare the outputs of their heads. For each module, `distances` are running means of the
-    distances between the attention weights of its heads, and `rounding` is the squared relative difference up to which
-    outputs of one head at two tokens count as equal.
+    """Partial results of one process that compares heads. For each pair of attention modules, `products` are running
+    sums that compare the outputs of their heads. For each module, `distances` are running means of the distances
+    between the attention weights of its heads. For each module, `rounding` is the squared relative difference up to
+    which outputs of one head at two tokens count as equal.
     """
 
     products: dict[tuple[SiteKey, SiteKey], OutputProducts] = field(default_factory=dict)
@@ -57,7 +57,8 @@ class ComparisonProgress(SiteProgress):
 
 class HeadComparison(SiteRegistry):
     """Interceptor that measures the similarity of every two heads while a model runs. Attention weights are compared
-    within a layer; head outputs within a layer or, with `across_layers`, in the whole model.
+    between heads of the same layer. Head outputs are compared between heads of the same layer or, with `across_layers`,
+    between all heads of the model.
 
     Outputs of different layers are compared if the layers attend from the same tokens.
 
@@ -128,8 +129,8 @@ class HeadComparison(SiteRegistry):
         return self._latest[1]
 
     def _name_unknown_padding(self, path: str, reason: str) -> None:
-        """Record a warning for the module at `path` if `reason` states that it is unknown which of its queries are
-        padding. Ignore other reasons, since they do not affect comparisons.
+        """Record a warning for the module at `path` if `reason` states that the padding among its queries is unknown.
+        Ignore other reasons, since they do not affect comparisons of heads.
         """
         if reason == PADDED_QUERIES_UNKNOWN:
             self.on_left_out(path, PADDING_IS_COMPARED)
@@ -181,9 +182,9 @@ class HeadComparison(SiteRegistry):
     def _written_directions(
         self, call: Call, out: Float[Tensor, "tokens heads value_dim"]
     ) -> Float[Tensor, "heads tokens width"]:
-        """Return what each head writes into the residual stream at each token, as unit vectors. This is the head's
-        output after its slice of the output projection, or the head output itself if the projection is unknown. Vectors
-        of zeros remain 0.
+        """Return what each head writes into the residual stream at each token, as unit vectors. A head writes its
+        output multiplied by its slice of the output projection. If the projection is unknown, the head output itself is
+        used. Vectors of zeros remain 0.
         """
         heads, value_dim = out.shape[1:]
         if call.site not in self._projection_slices:
@@ -219,7 +220,8 @@ class HeadComparison(SiteRegistry):
 
     def similarity(self) -> dict[str, Float[Tensor, "heads heads"]]:
         """Return one symmetric matrix of heads by heads for each measure of similarity: "cosine", "cka" and "distance".
-        Pairs that were not compared are NaN. So is `cka` for a head with the same output at all tokens, up to rounding.
+        Pairs that were not compared are NaN. `cka` is also NaN for a head with the same output at all tokens, up to
+        rounding.
         """
         columns, total = {}, 0
         for record in self.records:
@@ -243,8 +245,9 @@ class HeadComparison(SiteRegistry):
 
 
 def _squared_rounding(out: Tensor, keys: int) -> float:
-    """If all keys have the same value vector, two heads have equal outputs up to rounding, whatever their attention
-    weights. Return the square of a bound on this relative rounding error, for outputs that are sums over `keys` keys.
+    """Return the square of a bound on the relative rounding error of head outputs `out`, which are sums over `keys`
+    keys. If all keys have the same value vector, head outputs are equal up to this error, whatever the attention
+    weights.
 
     Values, weights and outputs are rounded to the dtype of the outputs. Sums over keys are rounded at each key, in
     float32 or better. The roundings are independent, so their squares add up (Higham and Mary 2019).

@@ -17,8 +17,9 @@ from headwise.shapes import Bool, Float
 @storable
 class OutputProducts:
     """Running sums over tokens that compare each head of one attention module with each head of a second module. Two
-    measures follow from these sums for each pair of heads. They are the dependence of their outputs (Hilbert-Schmidt
-    independence criterion) and the mean cosine of the vectors that they write into the residual stream.
+    measures follow from these sums for each pair of heads. The first is the dependence of their outputs
+    (Hilbert-Schmidt independence criterion). The second is the mean cosine of the vectors that they write into the
+    residual stream.
 
     The outputs are shifted by their mean over the first tokens, `outs`, which changes no result: sums of large numbers
     would lose digits.
@@ -58,8 +59,8 @@ class OutputProducts:
             self._cosine_counts += writes[0] @ writes[1].mT
 
     def merge(self, other: "OutputProducts") -> None:
-        """Add the sums of `other`, which are over different tokens for the same two modules. Each object subtracts a
-        mean vector of its own from the head outputs before it sums. So the sums of `other` are first converted to the
+        """Add the sums of `other`, which are over different tokens for the same two modules. Each object subtracts its
+        own mean vector from the head outputs before it sums. The sums of `other` are therefore first converted to the
         mean vector of this object.
         """
         device = self._products.device
@@ -81,9 +82,9 @@ class OutputProducts:
         self._cosine_counts += other._cosine_counts.to(device)
 
     def _with_norms(self) -> Float[Tensor, "first second"]:
-        """Return the sums over tokens as one matrix. A row stands for a number of the first module: an output feature,
-        the squared norm of a head's output, or the constant 1. A column stands for such a number of the second module.
-        Each entry is the sum over tokens of the product of these two numbers.
+        """Return the sums over tokens as one matrix. A row stands for a number that the first module has at each token:
+        an output feature, the squared norm of a head's output, or the constant 1. A column stands for such a number of
+        the second module. Each entry is the sum over tokens of the product of the two numbers.
         """
         tokens = self._norm_products.new_full((1,), self.tokens)
         of_features = torch.cat([self._products, self._weighted_sums[0], self._sums[0][:, None]], 1)
@@ -92,8 +93,8 @@ class OutputProducts:
         return torch.cat([of_features, of_norms, of_one])
 
     def varies(self, rounding: float) -> Bool[Tensor, " first_heads"]:
-        """Return True for the heads of the first module whose outputs are not the same at all tokens, up to rounding.
-        For such a head, the variance of the outputs over tokens is more than `rounding` times their mean square.
+        """Return True for the heads of the first module whose outputs vary between tokens by more than rounding. For
+        such a head, the variance of the outputs over tokens is more than `rounding` times their mean square.
         """
         mean_shifted = self._sums[0].view_as(self._shifts[0]) / self.tokens
         variance = self._norm_sums[0] / self.tokens - mean_shifted.square().sum(-1)
@@ -235,8 +236,8 @@ class WeightDistances:
 def _distances(
     p: Float[Tensor, "batch 1 rows columns"], q: Float[Tensor, "batch heads rows columns"]
 ) -> Float[Tensor, "batch heads rows"]:
-    """Return the Jensen-Shannon distance between the attention weights `p` of one head and those of each other head in
-    `q`, for each query row.
+    """Return the Jensen-Shannon distance between the attention weights `p` of one head and the attention weights `q` of
+    each of some other heads, for each query row.
     """
     # With p = m (1 + t) and q = m (1 - t), numbers that are nearly equal are not subtracted.
     total = p + q
