@@ -178,7 +178,7 @@ def may_fit(module: nn.Module, width: int) -> bool:
 
 def _copy_without_hooks(module: nn.Module) -> nn.Module:
     """Return a deep copy of a module without hooks, except torch's `weight_norm` and `spectral_norm`, which compute
-    weights. The objects that own other hooks would be copied, too.
+    weights. Other hooks are left out, since the objects that own them would be copied, too.
     """
     memo: dict[int, Any] = {}  # copies by the identity of what is copied
     for each in module.modules():
@@ -193,8 +193,9 @@ def _copy_without_hooks(module: nn.Module) -> nn.Module:
 
 
 def _found_map(module: nn.Module, width: int) -> LinearMap | None:
-    """Return the linear map that a module computes: its output for 0 is the bias, and those for unit vectors are the
-    columns of the weight. Return None if outputs for test vectors differ from this map by more than rounding.
+    """Return the linear map that a module computes, derived from its outputs. The output for 0 is the bias, and the
+    outputs for unit vectors, minus the bias, are the columns of the weight. Return None if outputs for test vectors
+    differ from this map by more than rounding.
     """
     tensors = [*module.parameters(), *module.buffers()]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
