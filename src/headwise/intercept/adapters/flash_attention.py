@@ -60,8 +60,8 @@ def read(name: str, arguments: Arguments) -> AttentionCall:
 
 
 def _mask(arguments: Arguments) -> Mask | None:
-    """Return the mask that a call's arguments for causality and window state. A window of -1 or None stands for any
-    number of keys.
+    """Return the mask that the arguments of a FlashAttention call state: `causal` and `window_size`. A window size of
+    -1 or None stands for any number of keys.
     """
     if not arguments.has("window_size"):
         raise UnreadableCall("of a version before 2.3, whose masks may be aligned with the first key,")
@@ -73,7 +73,7 @@ def _mask(arguments: Arguments) -> Mask | None:
 
 
 def _options(arguments: Arguments) -> dict[str, Any]:
-    """Return scale, softcap, dropout and sinks of a call, as arguments of `Problem.checked`."""
+    """Return scale, softcap, dropout and sinks of a FlashAttention call, as arguments of `Problem.checked`."""
     sinks = [arguments.take(name) for name in ("learnable_sink", "s_aux", "sinks")]
     return {
         "scale": arguments.take("softmax_scale"),
@@ -84,7 +84,9 @@ def _options(arguments: Arguments) -> dict[str, Any]:
 
 
 def _tensors(name: str, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values in the layout of the function: `(..., heads, features)`."""
+    """Return the queries, keys and values of a FlashAttention call, in the layout of its function:
+    `(..., heads, features)`.
+    """
     if "qkvpacked" in name:
         qkv, heads = arguments.take("qkv"), arguments.take("num_heads_q")
         if heads is None:
@@ -132,8 +134,8 @@ def _read_varlen(
 
 
 def lengths_of(name: str, cumulative: Any, used: Tensor | None, tokens: Tensor) -> tuple[Lengths, Lengths]:
-    """Return start and length of each packed sequence among `tokens`. If the lengths `used` are passed, only so many
-    first tokens of each sequence count.
+    """Return start and length of each packed sequence among `tokens`. `used` is None, or has a length for each
+    sequence; then no more than so many tokens at the start of the sequence count.
     """
     starts, lengths = offsets(name, cumulative, len(tokens))
     return starts, lengths if used is None else torch.minimum(used.long(), lengths)
@@ -142,8 +144,9 @@ def lengths_of(name: str, cumulative: Any, used: Tensor | None, tokens: Tensor) 
 def paged(
     k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
 ) -> tuple[tuple[Lengths, Lengths], Tensor, Tensor, Tensor]:
-    """Return start and length of each sequence of keys that are stored in the pages of a `table`, the index of each
-    key, and the keys and values of all pages, `(pages, page size, kv_heads, features)`, one after the other.
+    """Return four values for keys and values in pages of a cache, of which `table` lists the pages of each sequence:
+    start and length of each sequence, the index of each key among the keys of all pages, and the keys and the values of
+    all pages, one page after the other.
     """
     lengths = lengths.long()
     longest = int(lengths.amax()) if len(lengths) else 0
@@ -194,8 +197,8 @@ def _read_cached(
 
 
 def _with_cached(new: Tensor, cache: Tensor) -> Tensor:
-    """Return one cached key or value followed by the new ones, `(batch, kv_heads, keys, features)`. The result depends
-    on the inputs of both.
+    """Return one cached key or value followed by the new ones, `(batch, kv_heads, keys, features)`, as a tensor that
+    depends on both.
     """
     return torch.cat([cache[:1, :1].expand(len(new), -1, -1, -1), new], 1).transpose(1, 2)
 

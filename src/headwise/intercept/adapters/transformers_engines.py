@@ -25,8 +25,8 @@ Read = Callable[[nn.Module, Tensor, Tensor, Tensor, Any, dict[str, Any]], Attent
 
 
 def reader_of(attention: Callable[..., Any], implementation: str) -> Read | None:
-    """Return the function that reads calls of an attention function of `transformers` as an `AttentionCall`; None if
-    there is no such function.
+    """Return the function that reads calls of `attention`, an attention function of `transformers`, as an
+    `AttentionCall`. Return None if headwise has no such function.
     """
     while isinstance(attention, partial):
         attention = attention.func
@@ -41,8 +41,8 @@ def reader_of(attention: Callable[..., Any], implementation: str) -> Read | None
 def _read_flash(
     implementation: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
 ) -> AttentionCall:
-    """Read a call of FlashAttention. Its masks are aligned with the last key. Padding is left out of queries and keys
-    before.
+    """Read a call that `transformers` computes by FlashAttention, as an `AttentionCall`. FlashAttention aligns its
+    masks with the last key. Before the call, `transformers` removes the padding from queries and keys.
     """
     for name in ("cache", "block_table", "k_cache", "v_cache"):
         if options.get(name) is not None:
@@ -81,8 +81,8 @@ def _read_flash(
 
 
 def _supports(implementation: str, module: nn.Module, option: str) -> bool:
-    """Return True if the kernel of an implementation of FlashAttention has an option. `transformers` leaves out options
-    that the kernel does not have.
+    """Return True if the kernel of a FlashAttention `implementation` supports this `option`. `transformers` does not
+    pass options that the kernel does not support.
 
     Raises:
         UnreadableCall: this is unknown.
@@ -97,8 +97,8 @@ def _supports(implementation: str, module: nn.Module, option: str) -> bool:
 
 
 def _cumulative(batch: int, options: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return the offsets of packed queries and keys, which the model passes, or which follow from positions that start
-    again. Return None if no sequences are packed.
+    """Return the offsets at which packed sequences start, for queries and for keys. They are passed by the model, or
+    follow from positions that start again. Return None if no sequences are packed.
     """
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     if all(options.get(name) is not None for name in names):
@@ -135,8 +135,8 @@ def _read_padded(
 
 
 def _last(real: Bool[Tensor, "batch keys"], window: Any) -> Bool[Tensor, "batch keys"]:
-    """Return True at the keys that a single query per sequence attends to. The query has the position of the last key
-    that is not padding.
+    """Return a mask that is True at the keys to which a sequence's only query attends. The query has the position of
+    the last key that is not padding.
     """
     width = getattr(window, "width", None)
     from_the_end = real.flip(1).cumsum(1).flip(1)

@@ -66,8 +66,8 @@ def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -
 
 def _named_modules(modules: Mapping[str, nn.Module], path: str, width: int) -> Iterator[tuple[str, nn.Module]]:
     """Yield candidates for the output projection with their paths: first the module that is known for the architecture,
-    then those with usual names, inside of and next to the attention module. After a sequence, its only element that
-    fits `width` follows.
+    then those with usual names, inside of and next to the attention module. If such a module is a sequence or list of
+    modules, and only one element fits `width`, yield this element, too.
     """
     family = family_of(modules[path]) if path in modules else None
     if family is not None and (known := modules.get(relative_path(path, family.output))) is not None:
@@ -166,8 +166,8 @@ def _takes_one_input(module: nn.Module) -> bool:
 
 
 def may_fit(module: nn.Module, width: int) -> bool:
-    """Return True if a module may be a linear map of `width` input features: some tensor has a size that `width`
-    divides, none is on the meta device, and the module is small enough to copy it.
+    """Return True if a module may be a linear map of `width` input features: the size of some tensor is a multiple of
+    `width`, no tensor is on the meta device, and the module is small enough to copy it.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if not tensors or any(tensor.is_meta for tensor in tensors):

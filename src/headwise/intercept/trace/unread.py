@@ -52,7 +52,9 @@ def report_averages(call: FunctionCall) -> None:
 
 
 def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> str | None:
-    """Return why the product of `weights` and `values` may be attention that is not followed; None if it is none."""
+    """Return the reason why the product of `weights` and `values` may be attention that is not followed. Return None if
+    the product does not look like attention.
+    """
     labels, labels_of_values = contraction.labels_of(weights), contraction.labels_of(values)
     summed = [axis for axis, label in enumerate(labels) if label in contraction.summed and label in labels_of_values]
     sizes = zip(labels_of_values, values.shape, strict=True)
@@ -81,9 +83,9 @@ def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> st
 
 def report_new_tensors(call: FunctionCall, result: Any) -> None:
     """Record in the running module if an argument of a function call may be the output of attention by functions that
-    are not followed, such as scripted ones. No followed function has computed the tensor, and before it
-    appears, the module has computed three projections, or one that may consist of three, of its size. If the call is a
-    projection, take note of it.
+    are not followed, such as scripted ones. Such a tensor was computed by no followed function, and before it appeared,
+    the module computed projections whose sizes fit its queries, keys and values. If the call itself is a projection,
+    record its size.
     """
     owner = _owner()
     if owner.projected:
@@ -93,8 +95,8 @@ def report_new_tensors(call: FunctionCall, result: Any) -> None:
 
 
 def report_new(owner: RunningModule, tensors: list[Any]) -> None:
-    """Record in the module call `owner` that one of `tensors` may be the output of attention by functions that are not
-    followed, if it may be. The module is reported at the end of the call, unless attention is found in it.
+    """Record in the module call `owner` if attention by functions that are not followed may have computed one of
+    `tensors`. The module is reported at the end of the call, unless attention is found in it.
     """
     projected = owner.projected
     trace = current_trace()
@@ -110,7 +112,7 @@ def report_new(owner: RunningModule, tensors: list[Any]) -> None:
 
 
 def _owner() -> RunningModule:
-    """Return the innermost running call of a module that contains others; it computes with their projections."""
+    """Return the innermost running call of a module that contains other modules, such as its projections."""
     trace = current_trace()
     for call in reversed(trace.module_calls):
         if call.module._modules:
@@ -124,8 +126,8 @@ def _is_computed(tensor: Tensor) -> bool:
 
 
 def is_projected(tensor: Tensor) -> bool:
-    """Return True if a tensor was computed from activations by a linear map or a product of activations. This is False
-    for inputs, parameters and masks, and for what follows from positions.
+    """Return True if a tensor was computed from activations by a linear map or a product of activations. Return False
+    for inputs, parameters and masks, and for tensors computed from positions alone.
     """
     trace = current_trace()
     origin = trace.lineage.origin(tensor, trace.module_calls)
@@ -141,8 +143,8 @@ def _may_be_of_tokens(contraction: Contraction, weights: Tensor, values: Tensor,
 
 
 def _are_tokens(contraction: Contraction, operand: Tensor, label: Label | None) -> bool | None:
-    """Return True if an axis of a factor has another token in each element, False if all of its elements are features
-    of one token, and None if this is unknown.
+    """Return True if elements along an axis of `operand`, a factor of a product, belong to different tokens, False if
+    all of them are features of one token, and None if this is unknown. `label` is the axis.
     """
     numbered = current_trace().lineage.tokens.along(contraction, operand, label)
     if numbered is None:
