@@ -52,8 +52,7 @@ class Origin(NamedTuple):
 
     @property
     def sources(self) -> int:
-        """All sources of the tensor (earlier tensors on which it depends), from before and after its last linear map.
-        """
+        """All sources of the tensor (tensors on which it depends), from before and after its last linear map."""
         return self.projected | self.joined
 
 
