@@ -139,8 +139,8 @@ def _intercepting(function: FunctionType, name: str, engine: Engine) -> Callable
 
 
 def _code_with_parameters_of(code: CodeType, called: str) -> CodeType:
-    """Return code with the same parameters as `code`, so that defaults and the signature stay valid. It calls the
-    global function `called` with all arguments.
+    """Return the code of a new function with the same parameters as `code`, so that defaults and the signature stay
+    valid. The new code calls the global function `called` with all arguments.
     """
     names = list(code.co_varnames)
     positional, keyword_only = names[: code.co_argcount], names[code.co_argcount :][: code.co_kwonlyargcount]

@@ -26,8 +26,8 @@ from headwise.shapes import Bool, Int
 
 def over_block(function: Callable[..., Tensor], *indices: Int[Tensor, " _"], scores: Tensor | None = None) -> Tensor:
     """Return the results of a `mask_mod` or `score_mod` for all combinations of the indices of sequences, heads,
-    queries and keys, as `(sequences, heads, queries, keys)`. The function receives single indices, as in FlexAttention,
-    and with `scores`, the score of each combination in front of them.
+    queries and keys, as `(sequences, heads, queries, keys)`. The function is called with single indices, as in
+    FlexAttention. If `scores` are passed, its first argument is the score of the combination.
 
     Raises:
         UnreadableCall: the function cannot be evaluated in this way, as with conditions that depend on values.

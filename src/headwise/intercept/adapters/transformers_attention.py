@@ -282,8 +282,9 @@ def _replacements() -> Iterator[Replacement]:
 
 @lru_cache(maxsize=16)
 def _interceptable(implementation: str, attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes the same as `attention`, an attention function of `transformers`. Its calls can
-    be intercepted, or computed by a `ModuleAttention` (object of headwise that computes a module's attention).
+    """Return a function that computes the same as `attention`, an attention function of `transformers`. Calls of the
+    new function can be intercepted, or computed by a `ModuleAttention` (object of headwise that computes a module's
+    attention).
     """
 
     @wraps(attention)

@@ -113,7 +113,7 @@ def _empty_views(call: FunctionCall, before: Tensor) -> list[Tensor]:
 
 
 def moves_elements(call: FunctionCall) -> bool:
-    """Return True if a function may move elements along an axis, as `flip` or an index with a tensor does."""
+    """Return True if a function may move elements along an axis, as `flip` does, or an index that is a tensor."""
     return call.function in MOVES or (call.function is Tensor.__getitem__ and _selects_by_tensor(call))
 
 

@@ -317,8 +317,8 @@ def _matmul(left: Tensor, right: Tensor) -> Contraction | None:
 
 
 def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> Contraction | None:
-    """Return which axes a call of `torch.tensordot` multiplies and sums, as a `Contraction`; None if `dims` is a
-    tensor.
+    """Return the product that a call of `torch.tensordot` computes, as a `Contraction` (multiplied tensors with
+    labelled axes); None if `dims` is a tensor.
     """
     if isinstance(dims, Tensor):
         return None

@@ -84,7 +84,7 @@ NO_ORIGIN = Origin()
 
 
 def union_of(origins: Iterable[Origin]) -> Origin:
-    """Return the origin (sources) of a tensor computed element by element from tensors with these origins."""
+    """Return the origin (source tensors) of a tensor computed element by element from tensors with these origins."""
     result = NO_ORIGIN
     for origin in origins:
         if result is NO_ORIGIN:
@@ -267,7 +267,7 @@ class Lineage:
         return origin is not None and bool(origin.sources & ~self.state & ~self.outside)
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Return True if the origin (sources) of a tensor is recorded in this call of the model."""
+        """Return True if the origin (source tensors) of a tensor is recorded in this call of the model."""
         return self._origins.get(tensor) is not None
 
     def is_new(self, tensor: Tensor, module_calls: Sequence[RunningModule]) -> bool:
@@ -278,14 +278,15 @@ class Lineage:
         return not is_known and not isinstance(tensor, nn.Parameter) and _name_in(module_calls, tensor) is None
 
     def discard(self, tensor: Tensor) -> None:
-        """Discard the origin (sources) and the token numbers recorded for a tensor, since the model replaces its
+        """Discard the origin (source tensors) and the token numbers recorded for a tensor, since the model replaces its
         content.
         """
         self._origins.discard(tensor)
         self.tokens.discard(tensor)
 
     def move(self, tensor: Tensor, other: Tensor, module_calls: Sequence[RunningModule]) -> None:
-        """Record for the tensor `other` the same origin (sources), token numbers and token ids as for `tensor`."""
+        """Record for the tensor `other` the same origin (source tensors), token numbers and token ids as for `tensor`.
+        """
         self.set(other, self.origin(tensor, module_calls))
         self.tokens.move(tensor, other)
         self.ids.move(tensor, other)
@@ -295,13 +296,13 @@ class Lineage:
         self._origins.set(tensor, origin)
 
     def set_attended(self, out: Tensor, origins: CallOrigins) -> None:
-        """Store the origin (sources) of the head outputs `out` of an attention call whose inputs have the origins
-        `origins`.
+        """Store the origin (source tensors) of the head outputs `out` of an attention call whose inputs have the
+        origins `origins`.
         """
         self.set(out, self.product(origins.q, origins.v))
 
     def linear(self, source: Origin, weight: Origin, offset: int = 0) -> Origin:
-        """Return the origin (sources) of the result of a linear map: the sources of its input, whose origin is
+        """Return the origin (source tensors) of the result of a linear map: the sources of its input, whose origin is
         `source`, and the name of its `weight`. `offset` is the index of the weight's first element in the memory of a
         larger tensor.
         """
@@ -309,8 +310,8 @@ class Lineage:
         return Origin(source.sources & ~self.placed or weight.sources, maps=names)
 
     def product(self, left: Origin, right: Origin) -> Origin:
-        """Return the origin (sources) of a product of two activations, such as queries and keys. It has the sources of
-        the left factor. The product itself is a further source, since it mixes tokens.
+        """Return the origin (source tensors) of a product of two activations, such as queries and keys. It has the
+        sources of the left factor. The product itself is a further source, since it mixes tokens.
         """
         left, right = left._replace(factors=()), right._replace(factors=())
         bit = self._bit(("product", right))
@@ -338,15 +339,15 @@ class Lineage:
         return Origin(joined=self._state_bit("constant"))
 
     def _mapped(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of the product of the first tensor with the second. If the second depends on
-        parameters and buffers alone, it is the weight of a linear map; otherwise both are activations.
+        """Return the origin (source tensors) of the product of the first tensor with the second. If the second depends
+        on parameters and buffers alone, it is the weight of a linear map; otherwise both are activations.
         """
         if origins[1].sources & ~self.state:
             return self._multiplied(tensors, origins)
         return self.linear(origins[0], origins[1], _offset(tensors[1]))
 
     def _multiplied(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of a product of `tensors` with these `origins`. A factor that depends on
+        """Return the origin (source tensors) of a product of `tensors` with these `origins`. A factor that depends on
         parameters and buffers alone counts as the weight of a linear map of the other factors.
         """
         result, offset = origins[0], _offset(tensors[0])
@@ -367,10 +368,10 @@ class Lineage:
     def _multiplied_by_matrix(
         self, call: FunctionCall, tensors: list[Tensor], origins: list[Origin], product: Origin
     ) -> Origin:
-        """Return the origin (sources) of a product of a tensor with a matrix that does not depend on it. If the product
-        may sum over tokens, the product itself is a further source. A matrix from outside of the model call that is
-        multiplied with features counts as the weight of a linear map. It is also recorded as a factor, since it may be
-        cached keys. For any other product return `product`, its origin by the rules for linear maps and for two
+        """Return the origin (source tensors) of a product of a tensor with a matrix that does not depend on it. If the
+        product may sum over tokens, the product itself is a further source. A matrix from outside of the model call
+        that is multiplied with features counts as the weight of a linear map. It is also recorded as a factor, since it
+        may be cached keys. For any other product return `product`, its origin by the rules for linear maps and for two
         activations.
         """
         first = call.function in ADDED_PRODUCTS
@@ -424,7 +425,7 @@ class Lineage:
         return any(sources & self.mixed for sources in (before, *after))
 
     def _placed(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of the first of `tensors` after the others were written into it, as by
+        """Return the origin (source tensors) of the first of `tensors` after the others were written into it, as by
         `index_copy`. Integers are indices and do not count, unless the first tensor has the same dtype.
         """
         is_content = [tensor.is_floating_point() or tensor.dtype == tensors[0].dtype for tensor in tensors]
@@ -432,18 +433,19 @@ class Lineage:
         return origin._replace(joined=origin.joined | self.placed)
 
     def _written(self, origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of a tensor after other tensors were written into parts of it. `origins` are the
-        origins of all of them.
+        """Return the origin (source tensors) of a tensor after other tensors were written into parts of it. `origins`
+        are the origins of all of them.
         """
         union = union_of(origins)
         factors = self._joined_factors(list(dict.fromkeys(each for each in origins if each.factors)))
         return union._replace(factors=factors) if factors else union
 
     def _concatenated(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of concatenated tensors, without the empty ones. If the tensors have different
-        sources, the concatenation is a further source: the same one whenever the same contents are concatenated in the
-        same order. Sources that may be cached tensors are not compared. These come from outside of the model call, and
-        the previous call computed them by no weights, or by weights that also computed one of the concatenated tensors.
+        """Return the origin (source tensors) of concatenated tensors, without the empty ones. If the tensors have
+        different sources, the concatenation is a further source: the same one whenever the same contents are
+        concatenated in the same order. Sources that may be cached tensors are not compared. These come from outside of
+        the model call, and the previous call computed them by no weights, or by weights that also computed one of the
+        concatenated tensors.
         """
         return self._joined([origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()])
 
@@ -481,8 +483,8 @@ class Lineage:
         return bit
 
     def _selected(self, origin: Origin, whole: Origin, selection: Hashable) -> Origin:
-        """Return the `origin` (sources) of tokens that were selected from a tensor with the origin `whole`, with the
-        selection as a further source. Selections of the same tokens from the same content are the same source.
+        """Return the `origin` (source tensors) of tokens that were selected from a tensor with the origin `whole`, with
+        the selection as a further source. Selections of the same tokens from the same content are the same source.
         """
         content = self.content(whole)
         if not content & ~self.state:
@@ -624,10 +626,10 @@ def attends_to_earlier_calls(query: Origin, key: Origin | None, lineage: Lineage
 
 
 def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Origin, Origin | None]:
-    """Return the origins (sources) of the queries and the keys that were multiplied to compute scores with the origin
-    `scores`. If no product is known, return `scores` and None. Scores may be a sum of products, for example of queries
-    with keys and of queries with position embeddings. Of several products, choose one whose two factors come from the
-    same tokens, or if there is none, the one with most sources in common with the values.
+    """Return the origins (source tensors) of the queries and the keys that were multiplied to compute scores with the
+    origin `scores`. If no product is known, return `scores` and None. Scores may be a sum of products, for example of
+    queries with keys and of queries with position embeddings. Of several products, choose one whose two factors come
+    from the same tokens, or if there is none, the one with most sources in common with the values.
     """
 
     def rank(factors: tuple[Origin, Origin]) -> tuple[bool, int]:
@@ -641,7 +643,7 @@ def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Orig
 
 
 def queries_of_self_attention(products: Iterable[tuple[Origin, Origin]], lineage: Lineage) -> tuple[Origin, ...]:
-    """Return the origins (sources) of the queries in those `products` (pairs of queries and keys) that are
+    """Return the origins (source tensors) of the queries in those `products` (pairs of queries and keys) that are
     self-attention.
     """
     return tuple(query for query, key in products if _is_cross(query, key, key, lineage) is False)

@@ -40,9 +40,9 @@ class OutputProjection(NamedTuple):
 
 def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -> OutputProjection | None:
     """Return the output projection of the attention module at `path`, with the linear map that it computes; None if
-    there is none. It is searched inside of and next to the attention module: first by the name that is known for the
-    architecture, then by usual names (`o_proj`, `c_proj`, ...). It must compute a linear map of `width` features;
-    adapters and dropout are allowed.
+    there is none. The projection is searched for inside of and next to the attention module: first by the name that is
+    known for the architecture, then by usual names (`o_proj`, `c_proj`, ...). It must compute a linear map of `width`
+    features; adapters and dropout are allowed.
 
     It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`. Else it is the only
     linear layer with such a name and width in that module, as where a model calls a method of its attention module.
@@ -145,8 +145,8 @@ def _first_convolution(module: nn.Module) -> nn.Conv1d | nn.Conv2d | nn.Conv3d |
 
 
 def _plain_map(module: nn.Module) -> LinearMap | None:
-    """Return the map of torch's `nn.Linear`, or `Conv1D` of `transformers`; None for any other module, and for layers
-    whose weight or `forward` was replaced.
+    """Return the linear map (weight and bias) of a module that is torch's `nn.Linear`, or `Conv1D` of `transformers`.
+    Return None for any other module, and for a layer whose weight or `forward` was replaced.
     """
     is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
     if not is_conv1d and type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear):

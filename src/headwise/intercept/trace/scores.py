@@ -290,8 +290,8 @@ def _are_rearranged(tensor: Tensor) -> bool:
 
 
 def _products_of(scores: Tensor) -> tuple[tuple[Origin, Origin], ...]:
-    """Return the origins (sources) of the queries and keys of each product in a sum of scores. Return an empty tuple if
-    the queries or keys of the scores are not all in the order of the product.
+    """Return the origins (source tensors) of the queries and keys of each product in a sum of scores. Return an empty
+    tuple if the queries or keys of the scores are not all in the order of the product.
     """
     trace, places = current_trace(), places_of(scores).values()
     lengths = [max(_steps(each.numbers), default=1) for each in places]
@@ -507,8 +507,8 @@ def compares_two(tensor: Tensor) -> bool:
 
 
 def with_factors(scores: Tensor, origin: Origin) -> Origin:
-    """Return the `origin` (sources) of attention scores. If they are a product of a learned query with keys, or if a
-    linear map has mixed their heads, add the sources of queries and keys as its factors.
+    """Return the `origin` (source tensors) of attention scores. If they are a product of a learned query with keys, or
+    if a linear map has mixed their heads, add the sources of queries and keys as its factors.
     """
     followed = current_trace().attention.scores.get(scores)
     if followed is None or origin.factors:

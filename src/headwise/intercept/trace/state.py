@@ -391,7 +391,7 @@ class AttentionOutput:
 
     def refuse(self, reason: str) -> None:
         """Record the reason why this attention call must not be reported to the interceptors. If it was reported
-        already, tell the interceptors that it is invalid. If a reason is already recorded, keep that one.
+        already, notify the interceptors that it is invalid. If a reason is already recorded, keep that one.
 
         Raises:
             InputError: the output was changed already.
@@ -405,8 +405,8 @@ class AttentionOutput:
             current_trace().report_unreadable(self.module_calls, reason)
 
     def _handlers_with(self, layout: HeadLayout) -> Handlers:
-        """Report the attention call with this layout of its heads, unless it was reported, and return the functions by
-        which it is observed or changed.
+        """Report the attention call with this layout of its heads, unless it was reported before. Return the functions
+        by which the call is observed or changed.
         """
         if self._handlers is None:
             assert self._source is not None
@@ -568,8 +568,8 @@ class Trace(ABC):
     @property
     @abstractmethod
     def is_recomputing(self) -> bool:
-        """True in a backward pass. Module calls there repeat module calls of a forward pass, by activation
-        checkpointing.
+        """True in a backward pass. Activation checkpointing then calls modules again, to repeat calls of the forward
+        pass.
         """
 
     @abstractmethod

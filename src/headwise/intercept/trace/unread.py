@@ -135,8 +135,9 @@ def is_projected(tensor: Tensor) -> bool:
 
 
 def _may_be_of_tokens(contraction: Contraction, weights: Tensor, values: Tensor, label: Label | None) -> bool:
-    """Return True if the axis `label`, over which a product is summed, may be tokens. Return False if one of `weights`
-    and `values` is known to have features along this axis, such as experts, unless the other one has tokens there.
+    """Return True if the axis `label`, over which a product is summed, may be tokens. Return False if `values` are
+    known to have features along this axis, such as experts. If `weights` are known to have features there, return True
+    only if `values` are known to have tokens there.
     """
     of_weights, of_values = (_are_tokens(contraction, operand, label) for operand in (weights, values))
     return of_values is not False if of_weights is not False else of_values is True
