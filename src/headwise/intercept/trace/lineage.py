@@ -285,8 +285,7 @@ class Lineage:
         self.tokens.discard(tensor)
 
     def move(self, tensor: Tensor, other: Tensor, module_calls: Sequence[RunningModule]) -> None:
-        """Record for the tensor `other` the same origin (source tensors), token numbers and token ids as for `tensor`.
-        """
+        """Record for the tensor `other` the origin (source tensors), token numbers and token ids of `tensor`."""
         self.set(other, self.origin(tensor, module_calls))
         self.tokens.move(tensor, other)
         self.ids.move(tensor, other)
