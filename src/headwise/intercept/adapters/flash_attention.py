@@ -42,8 +42,8 @@ WITHOUT_EFFECT = (
 
 
 def read(name: str, arguments: Arguments) -> AttentionCall:
-    """Read a call of one of FlashAttention's functions as an `AttentionCall`. The functions differ in how queries, keys
-    and values are passed.
+    """Translate a call of one of FlashAttention's functions to an `AttentionCall` (headwise's form of a call). The
+    functions differ in how queries, keys and values are passed.
     """
     arguments.ignore(*WITHOUT_EFFECT)
     mask, options = _mask(arguments), _options(arguments)
@@ -109,7 +109,9 @@ def _read_varlen(
     slopes: Tensor | None,
     options: dict[str, Any],
 ) -> AttentionCall:
-    """Read a call of FlashAttention with packed sequences. Keys and values may be stored in pages."""
+    """Translate a call of FlashAttention with packed sequences to an `AttentionCall` (headwise's form of a call). Keys
+    and values may be stored in pages.
+    """
     q, k, v = tensors
     names = ("cu_seqlens", "cu_seqlens") if "qkvpacked" in name else ("cu_seqlens_q", "cu_seqlens_k")
     table = arguments.take("block_table")
@@ -157,8 +159,8 @@ def paged(
 def _read_cached(
     arguments: Arguments, mask: Mask | None, slopes: Tensor | None, options: dict[str, Any]
 ) -> AttentionCall:
-    """Read a call of FlashAttention with a key/value cache, after the function has written the new keys and values to
-    it.
+    """Translate a call of FlashAttention with a key/value cache to an `AttentionCall` (headwise's form of a call).
+    FlashAttention has already written the new keys and values to the cache.
     """
     arguments.ignore("rotary_interleaved")  # without rotary_cos, which is refused, it has no effect
     q, k, v = (arguments.take(name) for name in ("q", "k_cache", "v_cache"))

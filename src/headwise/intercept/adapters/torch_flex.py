@@ -76,8 +76,8 @@ class FlexMask(Mask):
 
 
 def read(name: str, arguments: Arguments) -> AttentionCall:
-    """Read a call of FlexAttention as an `AttentionCall`. A `mask_mod` becomes a mask; a `score_mod` is applied to the
-    whole matrix of scores.
+    """Translate a call of FlexAttention to an `AttentionCall` (headwise's form of a call). A `mask_mod` becomes a mask;
+    a `score_mod` is applied to the whole matrix of scores.
     """
     arguments.ignore("enable_gqa", "return_lse", "return_aux", "kernel_options")
     q, k, v = (arguments.take(each) for each in ("query", "key", "value"))

@@ -25,8 +25,8 @@ Read = Callable[[nn.Module, Tensor, Tensor, Tensor, Any, dict[str, Any]], Attent
 
 
 def reader_of(attention: Callable[..., Any], implementation: str) -> Read | None:
-    """Return the function that reads calls of `attention`, an attention function of `transformers`, as an
-    `AttentionCall`. Return None if headwise has no such function.
+    """Return the function that translates calls of `attention`, an attention function of `transformers`, to an
+    `AttentionCall` (headwise's form of a call). Return None if headwise has no such function.
     """
     while isinstance(attention, partial):
         attention = attention.func
@@ -41,8 +41,9 @@ def reader_of(attention: Callable[..., Any], implementation: str) -> Read | None
 def _read_flash(
     implementation: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
 ) -> AttentionCall:
-    """Read a call that `transformers` computes by FlashAttention, as an `AttentionCall`. FlashAttention aligns its
-    masks with the last key. Before the call, `transformers` removes the padding from queries and keys.
+    """Translate a call that `transformers` computes by FlashAttention to an `AttentionCall` (headwise's form of a
+    call). FlashAttention aligns its masks with the last key. Before the call, `transformers` removes the padding from
+    queries and keys.
     """
     for name in ("cache", "block_table", "k_cache", "v_cache"):
         if options.get(name) is not None:
@@ -118,7 +119,9 @@ def _cumulative(batch: int, options: dict[str, Any]) -> tuple[Tensor, Tensor] | 
 def _read_padded(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, window: Mask | None, scores: dict[str, Any], origin: tuple[Any, ...]
 ) -> AttentionCall:
-    """Read a call of FlashAttention with a padding mask `(batch, keys)`."""
+    """Translate a call of FlashAttention with a padding mask `(batch, keys)` to an `AttentionCall` (headwise's form of
+    a call).
+    """
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UnreadableCall("with an attention_mask of another form than (batch, keys)")
     queries, keys = q.shape[2], mask.shape[1]
@@ -144,7 +147,9 @@ def _last(real: Bool[Tensor, "batch keys"], window: Any) -> Bool[Tensor, "batch 
 
 
 def _read_flex(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> AttentionCall:
-    """Read a call of FlexAttention, whose mask is a `BlockMask` or a tensor that is added to the scores."""
+    """Translate a call of FlexAttention to an `AttentionCall` (headwise's form of a call). Its mask is a `BlockMask` or
+    a tensor that is added to the scores.
+    """
     scores = {"scale": options.get("scaling"), "softcap": options.get("softcap"), "sinks": options.get("s_aux")}
     added = rule = None
     if isinstance(mask, Tensor):

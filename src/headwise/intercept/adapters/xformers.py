@@ -78,8 +78,9 @@ BOTTOM_RIGHT: dict[str, Rule] = {
 
 
 def read(name: str, arguments: Arguments) -> AttentionCall:
-    """Read a call of xformers as an `AttentionCall`. Queries, keys and values are `(batch, length, heads, features)`.
-    They may have two axes of heads. If they have none, the heads may be in the axis of the batch.
+    """Translate a call of xformers to an `AttentionCall` (headwise's form of a call). Queries, keys and values are
+    `(batch, length, heads, features)`. They may have two axes of heads. If they have none, the heads may be in the axis
+    of the batch.
     """
     if name == "memory_efficient_attention_partial":
         raise UnreadableCall("over a part of the keys")
@@ -132,8 +133,8 @@ def _added(bias: Any, kind: str, q: Tensor) -> Any:
 def _read_blocks(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Mask | None, is_top_left: bool, options: dict[str, Any]
 ) -> AttentionCall:
-    """Read a call of xformers with packed sequences, `(1, tokens, heads, features)`. Keys and values may be stored in
-    pages.
+    """Translate a call of xformers with packed sequences, `(1, tokens, heads, features)`, to an `AttentionCall`
+    (headwise's form of a call). Keys and values may be stored in pages.
     """
     if len(q) != 1 or q.ndim not in (4, 5):
         raise UnreadableCall(f"with packed sequences of shape {tuple(q.shape)}")

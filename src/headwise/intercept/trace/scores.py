@@ -81,8 +81,9 @@ def may_project(call: FunctionCall) -> bool:
 
 def keeps_places(call: FunctionCall, argument: Tensor, number: int | None, axis: int) -> bool:
     """Return True if a function call keeps elements at their index along `axis`, counted from the end: each element of
-    its result, or of the one with this `number`, depends only on elements of `argument` with the same index. To test
-    this, the function is repeated with changed elements at some places. Return False if it is unknown.
+    its result depends only on elements of `argument` with the same index. If there are several results, `number` is the
+    index of one of them. To test this, the function is repeated with changed elements at some places. Return False if
+    the test is not possible.
     """
     if call.function in COPIES | DROPOUTS or getattr(call.function, "__name__", "") in _ELEMENTWISE_NAMES:
         return True

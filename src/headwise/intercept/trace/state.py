@@ -639,6 +639,8 @@ def current_trace() -> Trace:
 
 
 def paused() -> AbstractContextManager[None]:
-    """Return a context in which nothing that runs is intercepted, also outside of calls of a model."""
+    """Return a context in which neither functions nor attention calls are intercepted, inside or outside of calls of a
+    model.
+    """
     trace = CURRENT.get()
     return nullcontext() if trace is None or trace.thread != get_ident() else trace.paused()

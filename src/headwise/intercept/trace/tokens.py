@@ -124,8 +124,8 @@ class ComparedTokens(NamedTuple):
         return self.values is not None and self.keys.differ_from(self.values)
 
     def own_key_of_first_query(self) -> int | None:
-        """Return the index of the key that belongs to the same token as the first query. Return None unless the keys
-        are successive tokens, and the queries are a contiguous part of these tokens in the same order.
+        """Return the index of the key that belongs to the same token as the first query. Return None if the keys are
+        not known to be successive tokens, or the queries to be a contiguous part of these tokens in the same order.
         """
         queries, keys = self.queries.numbers, self.keys.numbers
         if self.queries.linear_map.shape != self.keys.linear_map.shape or queries.shape[:-1] != keys.shape[:-1]:

@@ -31,9 +31,9 @@ _MAPS = ADDED_PRODUCTS | CONVOLUTIONS | {F.linear}
 
 def report_averages(call: FunctionCall) -> None:
     """Report the running module to the interceptors if a function call computes an average by weights that are not
-    followed as attention weights. The call is a product of two activations, summed over an axis along which one of them
-    is normalised: it has no negative number, and its sums are 1, or 0 if everything is hidden. Products of queries and
-    keys without negative numbers are reported although they are not normalised.
+    followed as attention weights. Such a call multiplies two activations and sums over an axis. One of the two is
+    normalised along this axis: it has no negative number, and its sums are 1, or 0 if everything is hidden. A product
+    of queries and keys without negative numbers is reported although it is not normalised.
 
     An average over features of the same token, such as one over experts, is not reported.
     """

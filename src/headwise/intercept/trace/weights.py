@@ -74,9 +74,8 @@ def record_weights(tensor: Tensor, weights: Weights) -> None:
 
 def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | None:
     """Return the record of a tensor that contains attention weights; None if it is not known to contain any. If the
-    model has changed the tensor in place, possibly as a view of the same memory, the record states that the weights are
-    scaled, and counts weights that are 0 as filled with zeros. `writer` is the running function call, which may have
-    changed the tensor.
+    model has changed the tensor in place, perhaps through a view, its weights count as scaled, and those that are 0 as
+    filled with zeros. `writer` is the running function call, which may have changed the tensor.
     """
     trace = current_trace()
     weights = trace.attention.weights.get(tensor)
