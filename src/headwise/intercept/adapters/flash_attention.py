@@ -136,8 +136,8 @@ def _read_varlen(
 
 
 def lengths_of(name: str, cumulative: Any, used: Tensor | None, tokens: Tensor) -> tuple[Lengths, Lengths]:
-    """Return start and length of each packed sequence among `tokens`. `used` is None, or has a length for each
-    sequence; then no more than so many tokens at the start of the sequence count.
+    """Return start and length of each packed sequence among `tokens`. If `used` is passed, it has a length for each
+    sequence, and only so many tokens count, from the start of the sequence.
     """
     starts, lengths = offsets(name, cumulative, len(tokens))
     return starts, lengths if used is None else torch.minimum(used.long(), lengths)
@@ -146,9 +146,9 @@ def lengths_of(name: str, cumulative: Any, used: Tensor | None, tokens: Tensor) 
 def paged(
     k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
 ) -> tuple[tuple[Lengths, Lengths], Tensor, Tensor, Tensor]:
-    """Return four values for keys and values in pages of a cache, of which `table` lists the pages of each sequence:
-    start and length of each sequence, the index of each key among the keys of all pages, and the keys and the values of
-    all pages, one page after the other.
+    """Return four items for keys and values that are stored in pages. `table` lists the pages of each sequence. The
+    items are the start and length of each sequence, the index of each key among the keys of all pages, all keys, and
+    all values, one page after the other.
     """
     lengths = lengths.long()
     longest = int(lengths.amax()) if len(lengths) else 0

@@ -102,8 +102,8 @@ def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
 def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins, number: int | None) -> None:
     """Follow the output of an attention call that was already reported to the interceptors. The report is withdrawn if
     the model adds the output to another one, or reorders its heads, before the output projection. `origins` are the
-    sources of the queries, keys and values. `number` is the number of the call in the record for a plan, by which later
-    calls of the model are reported.
+    sources of the queries, keys and values. `number` is the number of the attention call within the call of the model,
+    as recorded for a plan; None if it is not recorded.
     """
     trace = current_trace()
     trace.lineage.set_attended(out, origins)
@@ -114,8 +114,8 @@ def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins, number:
 
 
 def lose_outputs() -> None:
-    """Record that no attention output so far can be followed any further. This is called inside function transforms
-    such as `torch.vmap`, where the model works with other tensor objects.
+    """Record that the attention outputs computed so far cannot be followed any further. This function is called inside
+    function transforms such as `torch.vmap`, where the model works with other tensor objects.
     """
     for output in current_trace().attention.pending:
         output.is_lost = True
@@ -133,8 +133,8 @@ def refuse_multiplied(*tensors: Tensor) -> None:
 
 
 def report_established() -> None:
-    """Report to the interceptors all attention calls of which it is established which axis is the heads. A call that
-    may be only one of several heads of a module is not reported before the module ends.
+    """Report to the interceptors all attention calls whose axis of heads is now established. A call that may be only
+    one of several heads of a module is not reported before the module ends.
     """
     attention = current_trace().attention
     attention.pending = [
@@ -192,8 +192,8 @@ def _loses_changes(call: FunctionCall) -> bool:
 
 def _before_overwriting(call: FunctionCall) -> None:
     """If a function call is about to overwrite an attention output in place, first write the interceptors' changes into
-    this output: the model keeps the tensor. If the model may also use a view of a part of the output's memory, exclude
-    the output from the results.
+    this output, since the model keeps using the same tensor. If the model may also use a view of a part of the output's
+    memory, exclude the output from the results.
     """
     written, outputs = overwritten_tensor(call), current_trace().attention.outputs
     for followed in [] if written is None else list(_followed(written)):
@@ -339,8 +339,8 @@ def _may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:
 
 def _is_part(followed: FollowedOutput, layout: HeadLayout | None = None) -> bool:
     """Return True if a tensor contains all values of an attention output, but only some elements of another axis, which
-    may be the heads. Axes of queries are never the heads. The first axis is not either, if `layout` states that another
-    axis is the heads.
+    may be the heads. Axes of queries are never the heads. If `layout` states that another axis is the heads, the first
+    axis is not the heads.
     """
     output, factors = followed.output, [factor for factors in followed.axes for factor in factors]
     if any(factor.axis == OTHER for factor in factors):
@@ -435,8 +435,8 @@ def _rearranged(
     call: FunctionCall, argument: Tensor, followed: FollowedOutput, number: int | None
 ) -> Callable[[Tensor], Tensor] | None:
     """Return a function that computes a result of this call from the original attention output. `number` is the index
-    of the result; None if there is only one. Return None if a function since the output did more than rearrange
-    elements, or if no interceptor may change the output.
+    of the result; None if there is only one. Return None if some function on the way from the output did more than
+    rearrange elements, or if no interceptor may change the output.
     """
     before = followed.rearranged
     if before is None or not followed.output.may_change or call.function not in REARRANGEMENTS:
