@@ -124,9 +124,9 @@ def _selects_by_tensor(call: FunctionCall) -> bool:
 
 
 def _aligned(axes: Axes, before: Tensor, after: Tensor) -> Axes | None:
-    """Return the axes of `after`, a tensor computed from `before`, whose axes are `axes`. Axes of both are paired from
-    the last one on. A pair of the same size is the same axis; any other axis of `after` is new. Return None if `after`
-    has fewer axes.
+    """Return the axes of `after`, a tensor computed from `before` with these `axes`. Axes are paired from the last one
+    on: a pair of equal size is the same axis, and any other axis of `after` is new. Return None if `after` has fewer
+    axes.
     """
     if after.ndim < before.ndim:
         return None

@@ -398,9 +398,9 @@ def after_function(call: FunctionCall, result: Any) -> None:
 
 
 def _loses(axis: int, followed: FollowedOutput, tensors: list[tuple[Tensor, Axes]]) -> bool:
-    """Return True if a function call removes an `axis` of an attention output: the argument of the call, described by
-    `followed`, still has the axis, and none of the results has it. `tensors` are the results that can be followed, with
-    their axes. Return False if there are none.
+    """Return True if a function call removes an `axis` of an attention output: its argument, described by `followed`,
+    has the axis, and none of `tensors`, the results that can be followed, has it. Return False if no result can be
+    followed.
     """
 
     def is_in(axes: Axes) -> bool:
