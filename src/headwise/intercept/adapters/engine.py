@@ -49,7 +49,9 @@ class Arguments:
 
     @staticmethod
     def of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Arguments":
-        """Return the arguments `args`, by position, and `kwargs`, by name, of a call of a Python function."""
+        """Return an object with the arguments of a call of a Python function: `args`, passed by position, and `kwargs`,
+        passed by name. Arguments that the call leaves out have their defaults.
+        """
         parameters = signature(function).parameters
         bound = signature(function).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -77,15 +79,17 @@ class Arguments:
         self._unread.difference_update(names)
 
     def require_read(self) -> None:
-        """Raise `UnreadableCall` if an argument was not read that differs from its default."""
+        """Raise `UnreadableCall` if some argument differs from its default and was not read, so that its effect is
+        unknown.
+        """
         for name in sorted(self._unread):
             if not _is_default(self._values[name], self._defaults.get(name)):
                 raise UnreadableCall(f"with {name}")
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return True if an argument has the value `default`. If this is one of None, False and 0, which turn an option
-    off, the others count as equal.
+    """Return True if an argument has the value `default`. None, False and 0 count as equal, since each of them turns an
+    option off.
     """
     if value is default:
         return True
@@ -122,8 +126,8 @@ class Engine:
 
 
 def answered_by_engine(name: str, compute: Callable[[], Any], read: Callable[[], AttentionCall]) -> Any:
-    """Let an attention engine compute a call, and return its result with the interceptors' changes. If the call cannot
-    be read, report this, and return the result unchanged.
+    """Compute an attention call by an engine (a library such as FlashAttention), and return the result with the
+    interceptors' changes. If the call cannot be read, report this, and return the result unchanged.
 
     Args:
         name: name of the engine's function, for the report.
@@ -169,8 +173,8 @@ def finished(name: str, result: Any, read: Callable[[], AttentionCall]) -> Any:
 
 
 def report_unread(name: str, reason: str) -> None:
-    """Report the running modules to the interceptors as unreadable, since their call of an engine's function `name`
-    cannot be read, for a `reason` such as "with qv".
+    """Report to the interceptors that attention in the running modules cannot be read, since they call the function
+    `name` of an attention library in a way that is not supported. `reason` states this way, such as "with qv".
     """
     report_unreadable(current_session().module_calls, f"attention of these modules by {name} {reason} cannot be read")
 
@@ -182,8 +186,8 @@ Lengths = Int[Tensor, " _"]
 
 
 def band(left: int | None, right: int | None) -> Mask | None:
-    """Return the mask by which a query attends to at most `left` keys before its own and `right` keys after it. None
-    and -1 stand for any number. Return None if the mask hides nothing.
+    """Return the mask by which a query attends to at most `left` keys before its own and `right` keys after it. For
+    each of the two, None or a negative number stands for any number of keys. Return None if the mask hides nothing.
     """
     left, right = (None if side is None or side < 0 else int(side) for side in (left, right))
     if left is None and right is None:
@@ -218,8 +222,8 @@ def offsets(name: str, cumulative: Any, total: int) -> tuple[Lengths, Lengths]:
 
 
 def places_in_pages(table: Int[Tensor, "sequences pages"], page_size: int, longest: int) -> Int[Tensor, "..."]:
-    """Return for each sequence the indices of its first `longest` keys, among the keys of all pages of a paged cache.
-    `table` has the pages of each sequence.
+    """Return for each sequence the indices of its first `longest` keys in a paged cache, counted over the keys of all
+    pages. `table` has the numbers of the pages of each sequence.
     """
     key = torch.arange(longest, device=table.device)
     return table.long()[:, key // page_size] * page_size + key % page_size
@@ -240,7 +244,8 @@ def packed_call(
     mask_origin: tuple[Any, ...] = (),
     **options: Any,
 ) -> AttentionCall:
-    """Return a call with packed sequences. Each of them becomes a row of the batch, with padding that does not count.
+    """Return an attention call with packed sequences (concatenated without padding) as an `AttentionCall`. Each
+    sequence becomes a row of the batch, with padding that does not count.
 
     Args:
         q: queries of all sequences.
@@ -292,5 +297,7 @@ def packed_call(
 
 
 def _rank(places: PackedSequences) -> Int[Tensor, "sequences longest"]:
-    """Return the index of each token in its sequence, for a padded batch; 0 at padding before the tokens."""
+    """Return the index of each token in its sequence, for packed sequences that were padded to a batch. The index is 0
+    at padding before the tokens.
+    """
     return (places.is_real.cumsum(1) - 1).clamp(min=0)

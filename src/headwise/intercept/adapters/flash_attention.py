@@ -42,8 +42,8 @@ WITHOUT_EFFECT = (
 
 
 def read(name: str, arguments: Arguments) -> AttentionCall:
-    """Read a call of one of FlashAttention's functions as an `AttentionCall`. The functions differ in how queries, keys
-    and values are passed.
+    """Translate a call of one of FlashAttention's functions to an `AttentionCall` (headwise's form of a call). The
+    functions differ in how queries, keys and values are passed.
     """
     arguments.ignore(*WITHOUT_EFFECT)
     mask, options = _mask(arguments), _options(arguments)
@@ -60,8 +60,8 @@ def read(name: str, arguments: Arguments) -> AttentionCall:
 
 
 def _mask(arguments: Arguments) -> Mask | None:
-    """Return the mask that a call's arguments for causality and window state. A window of -1 or None stands for any
-    number of keys.
+    """Return the mask that the arguments of a FlashAttention call state: `causal` and `window_size`. A window size of
+    -1 or None stands for any number of keys.
     """
     if not arguments.has("window_size"):
         raise UnreadableCall("of a version before 2.3, whose masks may be aligned with the first key,")
@@ -73,7 +73,7 @@ def _mask(arguments: Arguments) -> Mask | None:
 
 
 def _options(arguments: Arguments) -> dict[str, Any]:
-    """Return scale, softcap, dropout and sinks of a call, as arguments of `Problem.checked`."""
+    """Return scale, softcap, dropout and sinks of a FlashAttention call, as arguments of `Problem.checked`."""
     sinks = [arguments.take(name) for name in ("learnable_sink", "s_aux", "sinks")]
     return {
         "scale": arguments.take("softmax_scale"),
@@ -84,7 +84,9 @@ def _options(arguments: Arguments) -> dict[str, Any]:
 
 
 def _tensors(name: str, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values in the layout of the function: `(..., heads, features)`."""
+    """Return the queries, keys and values of a FlashAttention call, in the layout of its function:
+    `(..., heads, features)`.
+    """
     if "qkvpacked" in name:
         qkv, heads = arguments.take("qkv"), arguments.take("num_heads_q")
         if heads is None:
@@ -107,7 +109,9 @@ def _read_varlen(
     slopes: Tensor | None,
     options: dict[str, Any],
 ) -> AttentionCall:
-    """Read a call of FlashAttention with packed sequences. Keys and values may be stored in pages."""
+    """Translate a call of FlashAttention with packed sequences to an `AttentionCall` (headwise's form of a call). Keys
+    and values may be stored in pages.
+    """
     q, k, v = tensors
     names = ("cu_seqlens", "cu_seqlens") if "qkvpacked" in name else ("cu_seqlens_q", "cu_seqlens_k")
     table = arguments.take("block_table")
@@ -132,8 +136,8 @@ def _read_varlen(
 
 
 def lengths_of(name: str, cumulative: Any, used: Tensor | None, tokens: Tensor) -> tuple[Lengths, Lengths]:
-    """Return start and length of each packed sequence among `tokens`. If the lengths `used` are passed, only so many
-    first tokens of each sequence count.
+    """Return start and length of each packed sequence among `tokens`. If `used` is passed, it has a length for each
+    sequence, and only so many tokens count, from the start of the sequence.
     """
     starts, lengths = offsets(name, cumulative, len(tokens))
     return starts, lengths if used is None else torch.minimum(used.long(), lengths)
@@ -142,8 +146,9 @@ def lengths_of(name: str, cumulative: Any, used: Tensor | None, tokens: Tensor) 
 def paged(
     k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
 ) -> tuple[tuple[Lengths, Lengths], Tensor, Tensor, Tensor]:
-    """Return start and length of each sequence of keys that are stored in the pages of a `table`, the index of each
-    key, and the keys and values of all pages, `(pages, page size, kv_heads, features)`, one after the other.
+    """Return four items for keys and values that are stored in pages. `table` lists the pages of each sequence. The
+    items are the start and length of each sequence, the index of each key among the keys of all pages, all keys, and
+    all values, one page after the other.
     """
     lengths = lengths.long()
     longest = int(lengths.amax()) if len(lengths) else 0
@@ -154,8 +159,8 @@ def paged(
 def _read_cached(
     arguments: Arguments, mask: Mask | None, slopes: Tensor | None, options: dict[str, Any]
 ) -> AttentionCall:
-    """Read a call of FlashAttention with a key/value cache, after the function has written the new keys and values to
-    it.
+    """Translate a call of FlashAttention with a key/value cache to an `AttentionCall` (headwise's form of a call).
+    FlashAttention has already written the new keys and values to the cache.
     """
     arguments.ignore("rotary_interleaved")  # without rotary_cos, which is refused, it has no effect
     q, k, v = (arguments.take(name) for name in ("q", "k_cache", "v_cache"))
@@ -194,8 +199,8 @@ def _read_cached(
 
 
 def _with_cached(new: Tensor, cache: Tensor) -> Tensor:
-    """Return one cached key or value followed by the new ones, `(batch, kv_heads, keys, features)`. The result depends
-    on the inputs of both.
+    """Return one cached key or value followed by the new ones, `(batch, kv_heads, keys, features)`, as a tensor that
+    depends on both.
     """
     return torch.cat([cache[:1, :1].expand(len(new), -1, -1, -1), new], 1).transpose(1, 2)
 

@@ -11,9 +11,10 @@ from headwise.intercept.session import current_session
 
 
 def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute an attention call that was passed to `headwise.attend` as a `Problem`, by calling `run`, and return the
-    answer. While an intercepted model is running, interceptors may observe the attention weights and change the head
-    outputs. If they observe, blockwise attention may compute the answer in place of `run`.
+    """Compute an attention call that was passed to `headwise.attend` as a `Problem` (its tensors and options), by
+    calling `run`, and return the answer. While an intercepted model is running, interceptors may observe the attention
+    weights and change the head outputs. If they observe weights, blockwise attention may compute the answer in place of
+    `run`.
     """
     with accelerated_modules.paused(OWN_BACKEND):
         if not current_session().intercepts:

@@ -62,8 +62,8 @@ class FunctionPatches(Patches):
 
 
 def _replacements(engines: tuple[Engine, ...]) -> Iterator[Replacement]:
-    """Yield the replacements for the functions of `engines` (attention libraries) that loaded modules define. Each has
-    the function, a name, and the function that intercepts it.
+    """Yield the replacements for functions of `engines` (attention libraries) that are defined in loaded modules. A
+    replacement has the function, a name, and the new function, which intercepts calls of it.
     """
     seen: set[FunctionType] = set()
     for module_name, engine in _searched_modules(engines):
@@ -87,8 +87,9 @@ def _searched_modules(engines: tuple[Engine, ...]) -> list[tuple[str, Engine]]:
 
 @cache
 def _search_of(engines: tuple[Engine, ...]) -> tuple[set[str], list[tuple[str, Engine]]]:
-    """Return the results so far of a search for `engines` (attention libraries) among loaded modules: the names of
-    modules that were read, and those that may define functions, each with its engine. At first, both are empty.
+    """Return the results so far of a search for `engines` (attention libraries) among loaded modules. They are the
+    names of modules that were read, and the modules that may define functions of an engine, each with its engine. At
+    first, both are empty.
     """
     return set(), []
 
@@ -138,8 +139,8 @@ def _intercepting(function: FunctionType, name: str, engine: Engine) -> Callable
 
 
 def _code_with_parameters_of(code: CodeType, called: str) -> CodeType:
-    """Return code with the same parameters as `code`, so that defaults and the signature stay valid. It calls the
-    global function `called` with all arguments.
+    """Return the code of a new function with the same parameters as `code`, so that defaults and the signature stay
+    valid. The new code calls the global function `called` with all arguments.
     """
     names = list(code.co_varnames)
     positional, keyword_only = names[: code.co_argcount], names[code.co_argcount :][: code.co_kwonlyargcount]
@@ -165,8 +166,8 @@ def _code_with_parameters_of(code: CodeType, called: str) -> CodeType:
 
 
 def _begin() -> Callable[[], None] | None:
-    """Pause interception before an attention engine (a library such as FlashAttention) computes a call, and return a
-    function that resumes it. Return None outside of intercepted models.
+    """Pause interception before an attention engine (a library such as FlashAttention) computes a call. Return a
+    function that resumes interception; None outside of intercepted models.
     """
     session = current_session()
     if not session.intercepts:

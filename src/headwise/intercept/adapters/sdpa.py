@@ -20,8 +20,8 @@ from headwise.intercept.trace.outputs import before_function, refuse_multiplied
 
 def intercepted_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Replacement of torch's `scaled_dot_product_attention`. Inside an intercepted model, interceptors observe the
-    attention weights and may change the output. Inside an accelerated model, the native kernels may compute the output.
-    Elsewhere, return the output of `previous`, the function that is replaced.
+    attention weights and may change the output. Inside a model passed to `headwise.accelerate`, headwise's own kernels
+    may compute the output. Elsewhere, return the output of `previous`, the function that is replaced.
     """
     session = current_session()
     if not session.intercepts:

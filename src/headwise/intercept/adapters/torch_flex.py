@@ -26,8 +26,8 @@ from headwise.shapes import Bool, Int
 
 def over_block(function: Callable[..., Tensor], *indices: Int[Tensor, " _"], scores: Tensor | None = None) -> Tensor:
     """Return the results of a `mask_mod` or `score_mod` for all combinations of the indices of sequences, heads,
-    queries and keys, as `(sequences, heads, queries, keys)`. The function receives single indices, as in FlexAttention,
-    and with `scores`, the score of each combination in front of them.
+    queries and keys, as `(sequences, heads, queries, keys)`. The function is called with single indices, as in
+    FlexAttention. If `scores` are passed, its first argument is the score of the combination.
 
     Raises:
         UnreadableCall: the function cannot be evaluated in this way, as with conditions that depend on values.
@@ -76,8 +76,8 @@ class FlexMask(Mask):
 
 
 def read(name: str, arguments: Arguments) -> AttentionCall:
-    """Read a call of FlexAttention as an `AttentionCall`. A `mask_mod` becomes a mask; a `score_mod` is applied to the
-    whole matrix of scores.
+    """Translate a call of FlexAttention to an `AttentionCall` (headwise's form of a call). A `mask_mod` becomes a mask;
+    a `score_mod` is applied to the whole matrix of scores.
     """
     arguments.ignore("enable_gqa", "return_lse", "return_aux", "kernel_options")
     q, k, v = (arguments.take(each) for each in ("query", "key", "value"))
@@ -106,7 +106,9 @@ class ModifiedScores(AttentionCall):
 
     @cached_property
     def scores(self) -> Tensor:
-        """Scores of all queries and keys, as changed by the call's `score_mod`; -inf where a key is hidden."""
+        """Attention scores of all queries and keys, after the changes by the call's `score_mod`; -inf where a key is
+        hidden.
+        """
         problem = self.problem
         q, k = (tensor.to(problem.score_dtype) for tensor in (problem.q, problem.k))
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -117,18 +119,22 @@ class ModifiedScores(AttentionCall):
 
     @cached_property
     def visible(self) -> Problem:
-        """A `Problem` with the visible keys of the call, whose scores are not changed by a `score_mod`."""
+        """A `Problem` (tensors and options of a call) with the visible keys of the call. Its scores are without the
+        changes by the call's `score_mod`.
+        """
         return Problem.checked(self.problem.q, self.problem.k, self.problem.v, mask=self.scores != -torch.inf)
 
     def stated_problem(self) -> None:
-        """Return None: a `Problem` cannot state scores that a `score_mod` has changed."""
+        """Return None, since a `Problem` (tensors and options of a call) cannot state scores that a `score_mod` has
+        changed.
+        """
 
     def received(self) -> ReceivedMask:
         """Return the mask of the call. A key is also hidden if its score, as changed by the `score_mod`, is -inf."""
         return ReceivedMask.of_problem(self.visible)
 
     def weights(self, out: Tensor) -> KnownWeights:
-        """Return the attention weights, which are 0 in rows without a visible key."""
+        """Return the attention weights of the call. They are 0 in the rows of queries without a visible key."""
         is_empty = (self.scores == -torch.inf).all(-1, keepdim=True)
         weights = self.scores.softmax(-1).masked_fill(is_empty, 0.0)
         return KnownWeights(weights, out, self.problem.v.to(weights.dtype), lambda: (self.scores, None))
@@ -160,8 +166,8 @@ _checked: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
 
 def _require_listed(block_mask: Any, queries: int, keys: int, device: torch.device) -> None:
-    """Raise `UnreadableCall` if a `BlockMask` leaves out blocks in which its `mask_mod` allows a key: compiled code
-    never computes those, and code that is not compiled does.
+    """Raise `UnreadableCall` if a `BlockMask` leaves out blocks in which its `mask_mod` allows a key. The result of the
+    call would then be unknown: compiled code does not compute these blocks, and code that is not compiled does.
     """
     listed, (rows, columns) = block_mask.to_dense().bool(), block_mask.BLOCK_SIZE
     sequences, heads, all_keys = (torch.arange(size, device=device) for size in (*listed.shape[:2], keys))

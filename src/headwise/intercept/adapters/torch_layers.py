@@ -81,10 +81,10 @@ def _softmax(
 
 
 def _following(own: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return an intercepting function for `own`, torch's dropout or `bmm`. It receives the replaced function as its
-    first argument and calls it. Inside `F.multi_head_attention_forward` of an intercepted model, it also follows
-    attention weights among the arguments. A product of these with the values is reported to the interceptors, which may
-    change it.
+    """Return an intercepting function for `own`, torch's dropout or `bmm`. The new function calls the replaced
+    function, its first argument. Inside `F.multi_head_attention_forward` of an intercepted model, it also follows
+    attention weights among the arguments. A product of attention weights with the values is reported to the
+    interceptors, which may change it.
     """
 
     def call_and_follow(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:

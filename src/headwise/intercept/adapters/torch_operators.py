@@ -24,7 +24,9 @@ OPERATORS: dict[Any, Any] = {function: packet.default for packet in _packets for
 
 
 def read(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall:
-    """Read a call of one of torch's attention operators in `OPERATORS` as an `AttentionCall`."""
+    """Translate a call of one of torch's attention operators, those in `OPERATORS`, to an `AttentionCall` (headwise's
+    form of a call).
+    """
     schema = OPERATORS[operator]._schema.arguments
     defaults = {argument.name: argument.default_value for argument in schema}
     given = dict(zip(defaults, args, strict=False)) | kwargs

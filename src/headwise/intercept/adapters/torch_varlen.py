@@ -6,8 +6,8 @@ from headwise.intercept.attention_call import AttentionCall
 
 
 def read(name: str, arguments: Arguments) -> AttentionCall:
-    """Read a call of torch's `varlen_attn` as an `AttentionCall`. Its masks are those of FlashAttention, which computes
-    it.
+    """Translate a call of torch's `varlen_attn` to an `AttentionCall` (headwise's form of a call). Its masks are those
+    of FlashAttention, by which torch computes the call.
     """
     arguments.ignore("max_q", "max_k", "return_aux", "num_splits", "enable_gqa")
     q, k, v = (arguments.take(each) for each in ("query", "key", "value"))

@@ -69,8 +69,8 @@ class HFCall(AttentionCall):
 
     @property
     def is_causal(self) -> bool:
-        """True if the attention function hides later keys when it receives no mask. SDPA does, unless the argument
-        `is_causal` of the call, or else the attribute `is_causal` of the module, is False. Eager attention does not.
+        """True if the attention function hides later keys when it receives no mask. Eager attention never does. SDPA
+        does, unless `is_causal` is False: the argument of the call, or if there is none, the attribute of the module.
         """
         option = self.arguments.get("is_causal")
         is_causal = getattr(self.module, "is_causal", True) if option is None else option
@@ -102,8 +102,9 @@ class HFCall(AttentionCall):
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """The mask as `transformers` adds it to the scores. A boolean mask becomes an additive one with large negative
-        numbers if there is a position bias and the mask hides all keys of some query row.
+        """The mask as `transformers` adds it to the scores; None if there is none. A boolean mask is returned
+        unchanged, unless there is a position bias and the mask hides all keys of some query row: then it becomes an
+        additive mask with large negative numbers.
         """
         mask, bias = self.passed_mask, self.arguments.get("position_bias")
         if mask is None or bias is None or mask.is_floating_point() or bool(mask.any(-1).all()):
@@ -146,7 +147,7 @@ class HFCall(AttentionCall):
 
     @property
     def has_weights(self) -> bool:
-        """True for eager attention, which usually returns its weights."""
+        """True if the call uses eager attention, which usually returns its weights."""
         return self.implementation == "eager"
 
     def weights(self, out: Tensor) -> KnownWeights | None:
@@ -281,8 +282,9 @@ def _replacements() -> Iterator[Replacement]:
 
 @lru_cache(maxsize=16)
 def _interceptable(implementation: str, attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes the same as `attention`, an attention function of `transformers`. Its calls can
-    be intercepted, or computed by a `ModuleAttention` (object of headwise that computes a module's attention).
+    """Return a function that computes the same as `attention`, an attention function of `transformers`. Calls of the
+    new function can be intercepted, or computed by a `ModuleAttention` (object of headwise that computes a module's
+    attention).
     """
 
     @wraps(attention)

@@ -25,8 +25,8 @@ Read = Callable[[nn.Module, Tensor, Tensor, Tensor, Any, dict[str, Any]], Attent
 
 
 def reader_of(attention: Callable[..., Any], implementation: str) -> Read | None:
-    """Return the function that reads calls of an attention function of `transformers` as an `AttentionCall`; None if
-    there is no such function.
+    """Return the function that translates calls of `attention`, an attention function of `transformers`, to an
+    `AttentionCall` (headwise's form of a call). Return None if headwise has no such function.
     """
     while isinstance(attention, partial):
         attention = attention.func
@@ -41,8 +41,9 @@ def reader_of(attention: Callable[..., Any], implementation: str) -> Read | None
 def _read_flash(
     implementation: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
 ) -> AttentionCall:
-    """Read a call of FlashAttention. Its masks are aligned with the last key. Padding is left out of queries and keys
-    before.
+    """Translate a call that `transformers` computes by FlashAttention to an `AttentionCall` (headwise's form of a
+    call). FlashAttention aligns its masks with the last key. Before the call, `transformers` removes the padding from
+    queries and keys.
     """
     for name in ("cache", "block_table", "k_cache", "v_cache"):
         if options.get(name) is not None:
@@ -81,8 +82,8 @@ def _read_flash(
 
 
 def _supports(implementation: str, module: nn.Module, option: str) -> bool:
-    """Return True if the kernel of an implementation of FlashAttention has an option. `transformers` leaves out options
-    that the kernel does not have.
+    """Return True if the kernel of a FlashAttention `implementation` supports this `option`. `transformers` does not
+    pass options that the kernel does not support.
 
     Raises:
         UnreadableCall: this is unknown.
@@ -97,8 +98,8 @@ def _supports(implementation: str, module: nn.Module, option: str) -> bool:
 
 
 def _cumulative(batch: int, options: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return the offsets of packed queries and keys, which the model passes, or which follow from positions that start
-    again. Return None if no sequences are packed.
+    """Return the offsets at which packed sequences start, for queries and for keys. They are passed by the model, or
+    follow from positions that start again. Return None if no sequences are packed.
     """
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     if all(options.get(name) is not None for name in names):
@@ -118,7 +119,9 @@ def _cumulative(batch: int, options: dict[str, Any]) -> tuple[Tensor, Tensor] | 
 def _read_padded(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, window: Mask | None, scores: dict[str, Any], origin: tuple[Any, ...]
 ) -> AttentionCall:
-    """Read a call of FlashAttention with a padding mask `(batch, keys)`."""
+    """Translate a call of FlashAttention with a padding mask `(batch, keys)` to an `AttentionCall` (headwise's form of
+    a call).
+    """
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UnreadableCall("with an attention_mask of another form than (batch, keys)")
     queries, keys = q.shape[2], mask.shape[1]
@@ -135,8 +138,8 @@ def _read_padded(
 
 
 def _last(real: Bool[Tensor, "batch keys"], window: Any) -> Bool[Tensor, "batch keys"]:
-    """Return True at the keys that a single query per sequence attends to. The query has the position of the last key
-    that is not padding.
+    """Return a mask that is True at the keys to which a sequence's only query attends. The query has the position of
+    the last key that is not padding.
     """
     width = getattr(window, "width", None)
     from_the_end = real.flip(1).cumsum(1).flip(1)
@@ -144,7 +147,9 @@ def _last(real: Bool[Tensor, "batch keys"], window: Any) -> Bool[Tensor, "batch 
 
 
 def _read_flex(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> AttentionCall:
-    """Read a call of FlexAttention, whose mask is a `BlockMask` or a tensor that is added to the scores."""
+    """Translate a call of FlexAttention to an `AttentionCall` (headwise's form of a call). Its mask is a `BlockMask` or
+    a tensor that is added to the scores.
+    """
     scores = {"scale": options.get("scaling"), "softcap": options.get("softcap"), "sinks": options.get("s_aux")}
     added = rule = None
     if isinstance(mask, Tensor):

@@ -32,20 +32,20 @@ def _everything(bias: Any) -> Mask | None:
 
 
 def _causal(bias: Any) -> Mask | None:
-    """Return a causal mask."""
+    """Return the causal mask for which `bias`, a mask object of xformers, stands."""
     return band(None, 0)
 
 
 def _causal_window(bias: Any) -> Mask | None:
-    """Return the causal window mask that a mask object of xformers states by its window size, which counts the query's
+    """Return the causal window mask that `bias`, a mask object of xformers, states. Its window size counts the query's
     own key.
     """
     return band(bias._window_size - 1, 0)
 
 
 def _window(bias: Any) -> Mask | None:
-    """Return the window mask that a mask object of xformers states by numbers of keys before and after the query's
-    own.
+    """Return the window mask that `bias`, a mask object of xformers, states by its numbers of keys before and after the
+    query's own.
     """
     return band(bias.window_left, bias.window_right)
 
@@ -78,8 +78,9 @@ BOTTOM_RIGHT: dict[str, Rule] = {
 
 
 def read(name: str, arguments: Arguments) -> AttentionCall:
-    """Read a call of xformers as an `AttentionCall`. Queries, keys and values are `(batch, length, heads, features)`.
-    They may have two axes of heads. If they have none, the heads may be in the axis of the batch.
+    """Translate a call of xformers to an `AttentionCall` (headwise's form of a call). Queries, keys and values are
+    `(batch, length, heads, features)`. They may have two axes of heads. If they have none, the heads may be in the axis
+    of the batch.
     """
     if name == "memory_efficient_attention_partial":
         raise UnreadableCall("over a part of the keys")
@@ -106,7 +107,9 @@ def read(name: str, arguments: Arguments) -> AttentionCall:
 
 
 def _layout(q: Tensor) -> OutputLayout:
-    """Return the layout of the output of an xformers call, whose axes of heads are those of the queries."""
+    """Return the layout (roles of the axes) of the output of an xformers call. Its axes of heads are those of the
+    queries `q`.
+    """
     return OutputLayout(
         OutputAxes(q.ndim - 1, (1,)),
         lambda out: out.flatten(2, -2).transpose(1, 2),
@@ -130,8 +133,8 @@ def _added(bias: Any, kind: str, q: Tensor) -> Any:
 def _read_blocks(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Mask | None, is_top_left: bool, options: dict[str, Any]
 ) -> AttentionCall:
-    """Read a call of xformers with packed sequences, `(1, tokens, heads, features)`. Keys and values may be stored in
-    pages.
+    """Translate a call of xformers with packed sequences, `(1, tokens, heads, features)`, to an `AttentionCall`
+    (headwise's form of a call). Keys and values may be stored in pages.
     """
     if len(q) != 1 or q.ndim not in (4, 5):
         raise UnreadableCall(f"with packed sequences of shape {tuple(q.shape)}")
@@ -161,7 +164,7 @@ def _read_blocks(
 
 
 def _intervals(info: Any, device: torch.device) -> tuple[Lengths, Lengths]:
-    """Return start and length of each packed sequence, which `info`, an object of xformers, states."""
+    """Return start and length of each packed sequence, as stated by `info`, an object of xformers."""
     starts, stops = torch.tensor(list(info.intervals()), dtype=torch.int64, device=device).unbind(1)
     return starts, stops - starts
 

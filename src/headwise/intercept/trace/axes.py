@@ -82,8 +82,8 @@ def axes_of(shape: torch.Size) -> Axes:
 
 def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
     """Return the tensors in the `result` of a function call that contain elements of its argument `before`, each with
-    its axes. `axes` describes those of `before` by the axes of an earlier tensor from which it was made, such as an
-    attention output; so do the axes of the results. The list leaves out empty tensors, and those with unknown axes.
+    its axes. `axes` are the axes of `before`. All axes are stated as parts of the axes of one earlier tensor, such as
+    the attention output from which `before` was computed. Empty tensors and tensors with unknown axes are left out.
     """
     if not before.numel():
         return []
@@ -97,8 +97,8 @@ def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> l
 
 
 def has_unknown_axes(call: FunctionCall, axes: Axes, before: Tensor) -> bool:
-    """Return True if the axes after a view function, such as `reshape`, are no products of parts of the `axes` of its
-    argument `before`.
+    """Return True if some axis of the result of a view function, such as `reshape`, cannot be stated as a product of
+    parts of the `axes` of its argument `before`.
     """
     if not before.numel():
         return False
@@ -113,7 +113,7 @@ def _empty_views(call: FunctionCall, before: Tensor) -> list[Tensor]:
 
 
 def moves_elements(call: FunctionCall) -> bool:
-    """Return True if a function may move elements along an axis, as `flip` or an index with a tensor does."""
+    """Return True if a function may move elements along an axis, as `flip` does, or an index that is a tensor."""
     return call.function in MOVES or (call.function is Tensor.__getitem__ and _selects_by_tensor(call))
 
 
@@ -124,8 +124,9 @@ def _selects_by_tensor(call: FunctionCall) -> bool:
 
 
 def _aligned(axes: Axes, before: Tensor, after: Tensor) -> Axes | None:
-    """Return the axes of `after`, paired with those of `before` from the last one. An axis of another size is new.
-    Return None if `after` has fewer axes.
+    """Return the axes of `after`, a tensor computed from `before` with these `axes`. Axes are paired from the last one
+    on: a pair of equal size is the same axis, and any other axis of `after` is new. Return None if `after` has fewer
+    axes.
     """
     if after.ndim < before.ndim:
         return None
@@ -146,8 +147,8 @@ def axes_of_product(product: Contraction, tensor: Tensor, axes: Axes, result: Te
 
 
 def axes_of_view(axes: Axes, view: Tensor) -> Axes | None:
-    """Return the axes of `view`, a view of a contiguous tensor with these `axes`. Return None if some axis is not a
-    product of factors, for example one that contains every second element.
+    """Return the axes of `view`, a view of a contiguous tensor with these `axes`. Each axis is stated as a product of
+    factors (parts of axes). Return None if an axis is no such product, for example one with every second of 7 elements.
     """
     places: list[tuple[int, Factor]] = []  # distance in memory between neighbours of each factor, fastest first
     place = 1
@@ -159,8 +160,9 @@ def axes_of_view(axes: Axes, view: Tensor) -> Axes | None:
 
 
 def _factors_between(places: list[tuple[int, Factor]], size: int, stride: int) -> tuple[Factor, ...] | None:
-    """Return the factors that make up one axis of a view with this `size` and `stride`; None if there are none.
-    `places` has each factor of the tensor after the distance of its neighbours in memory, fastest first.
+    """Return the factors (parts of axes of a tensor) whose product is one axis of a view, with this `size` and
+    `stride`. Return None if there are none. `places` lists all factors of the tensor, the one that changes fastest
+    first, each after the distance of its neighbours in memory.
     """
     if size == 1 or not stride:  # an axis of stride 0 was expanded
         return other_axis(size)
@@ -182,7 +184,9 @@ def _factors_between(places: list[tuple[int, Factor]], size: int, stride: int) -
 
 
 def other_axis(size: int) -> tuple[Factor, ...]:
-    """Return the factors of an axis of this size that corresponds to no axis of the original tensor."""
+    """Return the factors (parts of axes) that describe an axis of this size which corresponds to no axis of the
+    original tensor.
+    """
     return (Factor(OTHER, 1, size),) if size > 1 else ()
 
 
@@ -222,15 +226,18 @@ class HeadLayout:
         return len(self.shape) == 4 and (self.value_axis, self.query_axes, self.heads) == (3, (2,), heads)
 
     def by_head(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that has this layout with its axes rearranged to `(batch, heads, queries, value_dim)`. The
-        last axis may have another size and meaning: for attention weights, it is the keys.
+        """Rearrange the axes of a tensor with this layout (its axes of heads, queries and features) to
+        `(batch, heads, queries, value_dim)`, and return it. The last axis may have another size and meaning: for
+        attention weights, it is the keys.
         """
         sizes, order, (batch, heads, queries) = self._split(tensor.shape[self.value_axis])
         shape = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
         return tensor.reshape(sizes).permute(order).reshape(*shape, tensor.shape[self.value_axis])
 
     def from_heads(self, tensor: Float[Tensor, "batch heads queries width"]) -> Tensor:
-        """Return a tensor `(batch, heads, queries, width)` rearranged to this layout: the inverse of `by_head`."""
+        """Rearrange a tensor `(batch, heads, queries, width)` to this layout (the axes of an attention output as the
+        model computes it), and return it.
+        """
         sizes, order, _ = self._split(tensor.shape[-1])
         inverse = [order.index(axis) for axis in range(len(order))]
         shape = list(self.shape)
@@ -268,9 +275,9 @@ class HeadLayout:
 def merged_layout(
     axes: Axes, features: Collection[int], shape: torch.Size, value_axis: int, query_axes: tuple[int, ...]
 ) -> HeadLayout | None:
-    """Return which axes of an attention output are the heads. They follow from a tensor that the output was reshaped
-    to: its axes `features` contain the features of a head's output, and usually the heads. Return None if these axes do
-    not contain all features of whole heads.
+    """Return the layout of an attention output: which of its axes are the heads. The model has reshaped the output to a
+    tensor with these `axes`, and the axes `features` of this tensor are the features of a head's output, usually merged
+    with the heads. Return None if the axes `features` do not contain all features of whole heads.
 
     Args:
         axes: axes of the tensor that the output has become.
@@ -301,8 +308,8 @@ def merged_layout(
 
 
 def merged_axis(axes: Axes, value_axis: int) -> int | None:
-    """Return the axis of a tensor that contains the features of a head's output, merged with another axis of the
-    attention output, such as the heads; None if there is none.
+    """Return the axis of a reshaped attention output in which the features of a head's output are merged with another
+    axis of the output, such as the heads. Return None if there is no such axis.
     """
     for axis, factors in enumerate(axes):
         if {factor.axis for factor in factors} > {value_axis}:

@@ -83,8 +83,8 @@ class FunctionCall:
         return self.function(*self.args, **self.kwargs)
 
     def as_function_of(self, tensor: Tensor) -> Callable[[Tensor], Any]:
-        """Return a function that repeats this call with a new tensor in place of its argument `tensor`, which it does
-        not keep in memory.
+        """Return a function that repeats this call with a new tensor in place of its argument `tensor`. The function
+        does not keep `tensor` in memory.
         """
         placeholder = object()
         template = self.replaced(tensor, placeholder)
@@ -92,8 +92,8 @@ class FunctionCall:
 
 
 def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
-    """Return all tensors in `arguments`, also those inside nested lists, tuples and dicts. Each of these containers is
-    read once, so that it may contain itself.
+    """Return all tensors in `arguments`, also those inside nested lists, tuples and dicts. Each container is read once,
+    so a container that contains itself is permitted.
     """
     tensors: list[Tensor] = []
     read: dict[int, Any] = {}
@@ -116,7 +116,9 @@ MOST_NESTED = 100
 
 
 def are_nested_deeply(arguments: Iterable[Any]) -> bool:
-    """Return True if containers are nested deeply in `arguments`, as in a list or a dict that contains itself."""
+    """Return True if containers in `arguments` are nested more than about 100 deep, as in a list or a dict that
+    contains itself.
+    """
     containers: list[Any] = [list(arguments)]
     for _ in range(MOST_NESTED):
         elements = (element for container in containers for element in _elements(container))
@@ -166,7 +168,7 @@ class TensorVersions:
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def have_changed(self) -> bool:
-        """Return True if one of the tensors was changed in place since this object was created."""
+        """Return True if one of the recorded tensors was changed in place since this record was created."""
         return any(tensor._version != version for tensor, version in self._versions)
 
 
@@ -178,8 +180,8 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def overwritten_tensors(call: FunctionCall) -> list[Tensor]:
-    """Return the tensors that a function call overwrites in place, such as the argument of `add_`, the tensor `out`, or
-    the list of a function such as `_foreach_mul_`.
+    """Return the tensors that a function call overwrites in place, such as the argument of `add_`, the tensor passed as
+    `out`, or the tensors in the list that `_foreach_mul_` receives.
     """
     name = getattr(call.function, "__name__", "")
     if "out" in call.kwargs:
@@ -287,8 +289,8 @@ def product_with(call: FunctionCall, tensor: Tensor) -> Contraction | None:
 
 
 def adds_to_product(call: FunctionCall) -> bool:
-    """Return True if a call of one of the functions in `PRODUCTS` adds another tensor to the product, such as a bias,
-    or multiplies it by a factor.
+    """Return True if a call of a function in `PRODUCTS` (products of tensors, such as `addmm`) also adds another
+    tensor, such as a bias, or multiplies the product by a factor.
     """
     function, kwargs = call.function, call.kwargs
     if function in ADDED_PRODUCTS:
@@ -315,8 +317,8 @@ def _matmul(left: Tensor, right: Tensor) -> Contraction | None:
 
 
 def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> Contraction | None:
-    """Return which axes a call of `torch.tensordot` multiplies and sums, as a `Contraction`; None if `dims` is a
-    tensor.
+    """Return the product that a call of `torch.tensordot` computes, as a `Contraction` (multiplied tensors with
+    labelled axes); None if `dims` is a tensor.
     """
     if isinstance(dims, Tensor):
         return None
@@ -329,7 +331,9 @@ def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> Contract
 
 
 def _multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], keepdim: bool) -> Contraction:
-    """Return the product with labelled axes. Axes that are expanded have no label, like those of size 1."""
+    """Return the product of two tensors, summed over the axes `dims`, as a `Contraction` (multiplied tensors with
+    labelled axes). Axes that are broadcast have no label: those of size 1, and those that were expanded.
+    """
     rank = max(left.ndim, right.ndim)
     summed = {dim % rank for dim in dims}
 
@@ -347,7 +351,9 @@ def _multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], kee
 
 
 def _einsum(equation: Any, *arguments: Any) -> Contraction | None:
-    """Return the product of `torch.einsum`; None if the equation is not a string, or repeats a letter in a term."""
+    """Return the product that a call of `torch.einsum` computes, as a `Contraction` (multiplied tensors with labelled
+    axes). Return None if the equation is not a string, or repeats a letter in a term.
+    """
     operands = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list | tuple) else arguments
     if not isinstance(equation, str):
         return None
@@ -374,8 +380,8 @@ _READERS: dict[Callable[..., Any], Callable[..., Contraction | None]] = {
 
 
 def _expanded(term: str, ndim: int, shape: Sequence[int] | None = None) -> tuple[Label | None, ...]:
-    """Return the labels of one term of an einsum equation. An ellipsis stands for axes with the labels ..., -2, -1;
-    those of size 1 in `shape` are broadcast and have none.
+    """Return the labels of the axes in one term of an einsum equation. An ellipsis stands for axes with the labels ...,
+    -2, -1. Where such an axis has size 1 in `shape`, it is broadcast, and its label is None.
     """
     before, dots, after = term.partition("...")
     count = ndim - len(before) - len(after) if dots else 0
@@ -458,7 +464,7 @@ class TensorMap(Generic[Value]):
         self._entries.pop(id(tensor), None)
 
     def move(self, tensor: Tensor, other: Tensor) -> None:
-        """Make the value stored for `tensor`, if there is one, that of `other`."""
+        """Store the value of `tensor`, if there is one, for the tensor `other` instead."""
         value = self.get(tensor)
         if value is not None:
             self.discard(tensor)

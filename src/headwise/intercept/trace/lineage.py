@@ -52,7 +52,7 @@ class Origin(NamedTuple):
 
     @property
     def sources(self) -> int:
-        """All sources of the tensor, from before and after its last linear map."""
+        """All sources of the tensor (tensors on which it depends), from before and after its last linear map."""
         return self.projected | self.joined
 
 
@@ -84,7 +84,7 @@ NO_ORIGIN = Origin()
 
 
 def union_of(origins: Iterable[Origin]) -> Origin:
-    """Return the origin of a tensor computed element by element from tensors with these origins."""
+    """Return the origin (source tensors) of a tensor computed element by element from tensors with these origins."""
     result = NO_ORIGIN
     for origin in origins:
         if result is NO_ORIGIN:
@@ -130,8 +130,8 @@ class Lineage:
         self.restart()
 
     def restart(self, given: Iterable[Any] = ()) -> None:
-        """Start the record of a new model call, whose arguments are the tensors in `given`. Forget the tensors
-        of the previous call, except by which parameters they were computed.
+        """Start the record of a new model call, whose arguments are the tensors in `given`. The record of the previous
+        call is kept only to recognise its tensors and the weights that computed them.
         """
         self._origins_before = self._origins or self._origins_before
         self._origins = TensorMap()
@@ -148,9 +148,10 @@ class Lineage:
         self.outside = 0
 
     def record(self, call: FunctionCall, result: Any, module_calls: Sequence[RunningModule]) -> None:
-        """Record the origin of the `result` of a function call. By default its sources are those of all arguments
-        together; linear maps, products and concatenations have other rules. A concatenation of features of the same
-        tokens follows the default. Parameters and buffers belong to the running modules, `module_calls`.
+        """Record the sources (earlier tensors on which a tensor depends) of the `result` of a function call. By default
+        they are the sources of all arguments together. Linear maps, products and concatenations of tokens have other
+        rules; a concatenation of features of the same tokens follows the default. `module_calls` are the running
+        modules, which own the parameters and buffers.
         """
         function, tensors = call.function, call.tensors
         written = call.args[0] if function is Tensor.__setitem__ else result
@@ -186,7 +187,9 @@ class Lineage:
             self.set(base, self._written([self.origin(base, module_calls), origin]))
 
     def record_ids(self, call: FunctionCall, result: Any, module_calls: Sequence[RunningModule]) -> None:
-        """Record the token ids that a function call looks up in a table, as a further source of its `result`."""
+        """Record the token ids that a function call looks up in a table of embeddings. They become a further source of
+        its `result` (a tensor on which it depends).
+        """
         integers = [tensor for tensor in call.tensors if tensor.dtype in INTEGERS]
         if not integers:
             return
@@ -204,9 +207,10 @@ class Lineage:
     def tokens_of_call(
         self, argument: Tensor | None, origins: CallOrigins, sizes: tuple[int, int], modules: Sequence[RunningModule]
     ) -> CallTokens:
-        """Return the token ids of an attention call, for these numbers of sequences and queries. If its queries depend
-        on no ids, as those of positions, they are the ids of further queries whose scores are added to those of the
-        call. `argument` is the ids that the model around the attention was called with, if there were any.
+        """Return the token ids of the queries of an attention call, for `sizes`, the numbers of sequences and queries.
+        If the queries depend on no ids, as queries made from positions, return the ids of other queries, whose scores
+        are added to the scores of the call. `argument` is the ids that the model around the attention was called with;
+        None if there were none.
         """
         given = 0 if argument is None else self.origin(argument, modules).sources & ~self.state
         content = self.content(origins.q) & ~self.state if origins.q.sources else None
@@ -216,9 +220,10 @@ class Lineage:
         return self.ids.of_call(argument, content, sizes, given, self.reorderings)
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[RunningModule]) -> None:
-        """Record the origin (sources) of a module's `output` if it is unknown, as when a library other than torch
-        computed it. The sources are those of all `arguments`, and the module counts as a linear map. If the arguments
-        have different sources, the module itself is another source. `module_calls` ends with the call of this module.
+        """Record the sources (earlier tensors on which a tensor depends) of a module's `output` if they are unknown, as
+        when a library other than torch computed it. They are the sources of all `arguments`. If the arguments have
+        different sources, the module itself is another source. The module counts as a linear map; its call is the last
+        one in `module_calls`.
         """
         unknown = [tensor for tensor in tensors_among((output,)) if self._origins.get(tensor) is None]
         if not unknown:
@@ -234,8 +239,9 @@ class Lineage:
             self.set(tensor, Origin(sources, maps=frozenset([module])))
 
     def origin(self, tensor: Tensor, module_calls: Sequence[RunningModule]) -> Origin:
-        """Return the origin (sources) of a tensor. A tensor that no recorded function has computed is a source itself:
-        a parameter or buffer of a running module, or a tensor from outside of the model call.
+        """Return the origin of a tensor: its sources, the earlier tensors on which it depends. A tensor that no
+        recorded function has computed is its own source: a parameter or buffer of a running module, or a tensor from
+        outside of the model call.
         """
         known = self._origins.get(tensor)
         if known is not None:
@@ -254,52 +260,57 @@ class Lineage:
         return Origin(joined=bit)
 
     def is_of_input(self, tensor: Tensor) -> bool:
-        """Return True if it is known that a tensor depends on an input of the model, and not on its parameters, buffers
-        and tensors from outside of the call alone.
+        """Return True if a tensor is known to depend on an input of the model. Return False if it depends only on
+        parameters, buffers and tensors from outside of the model call, or if this is unknown.
         """
         origin = self._origins.get(tensor)
         return origin is not None and bool(origin.sources & ~self.state & ~self.outside)
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Return True if the origin (sources) of a tensor is recorded in this call of the model."""
+        """Return True if the origin (source tensors) of a tensor is recorded in this call of the model."""
         return self._origins.get(tensor) is not None
 
     def is_new(self, tensor: Tensor, module_calls: Sequence[RunningModule]) -> bool:
-        """Return True if a tensor is none that a recorded function has computed, in this call of the model or the one
-        before, and no parameter or buffer of a running module.
+        """Return True if the origin of a tensor is unknown: no recorded function has computed it, in this call of the
+        model or the one before, and it is neither a parameter nor a buffer of a running module.
         """
         is_known = self.is_known(tensor) or self._origins_before.get(tensor) is not None
         return not is_known and not isinstance(tensor, nn.Parameter) and _name_in(module_calls, tensor) is None
 
     def discard(self, tensor: Tensor) -> None:
-        """Discard the origin and the token numbers of a tensor, since the model replaces its content."""
+        """Discard the origin (source tensors) and the token numbers recorded for a tensor, since the model replaces its
+        content.
+        """
         self._origins.discard(tensor)
         self.tokens.discard(tensor)
 
     def move(self, tensor: Tensor, other: Tensor, module_calls: Sequence[RunningModule]) -> None:
-        """Make the origin, the token numbers and the token ids of `tensor` those of `other`."""
+        """Record for the tensor `other` the origin (source tensors), token numbers and token ids of `tensor`."""
         self.set(other, self.origin(tensor, module_calls))
         self.tokens.move(tensor, other)
         self.ids.move(tensor, other)
 
     def set(self, tensor: Tensor, origin: Origin) -> None:
-        """Store the origin of a tensor."""
+        """Store the origin of a tensor: the earlier tensors on which it depends."""
         self._origins.set(tensor, origin)
 
     def set_attended(self, out: Tensor, origins: CallOrigins) -> None:
-        """Store the origin of the head outputs `out` of an attention call."""
+        """Store the origin (source tensors) of the head outputs `out` of an attention call whose inputs have the
+        origins `origins`.
+        """
         self.set(out, self.product(origins.q, origins.v))
 
     def linear(self, source: Origin, weight: Origin, offset: int = 0) -> Origin:
-        """Return the origin of the result of a linear map: the sources of its input `source`, with the name of its
-        `weight`. `offset` is the first element of the weight in the memory of a larger tensor.
+        """Return the origin (source tensors) of the result of a linear map: the sources of its input, whose origin is
+        `source`, and the name of its `weight`. `offset` is the index of the weight's first element in the memory of a
+        larger tensor.
         """
         names = frozenset((self._names.get(bit), offset) for bit in _bits_of(weight.sources & self.state))
         return Origin(source.sources & ~self.placed or weight.sources, maps=names)
 
     def product(self, left: Origin, right: Origin) -> Origin:
-        """Return the origin of a product of two activations, such as queries and keys: the sources of the left factor,
-        with the product itself as a further source, since it mixes tokens.
+        """Return the origin (source tensors) of a product of two activations, such as queries and keys. It has the
+        sources of the left factor. The product itself is a further source, since it mixes tokens.
         """
         left, right = left._replace(factors=()), right._replace(factors=())
         bit = self._bit(("product", right))
@@ -307,16 +318,16 @@ class Lineage:
         return left._replace(joined=left.joined | bit, factors=((left, right),))
 
     def content(self, origin: Origin) -> int:
-        """Return the sources on which the content of a tensor depends, as the bits of an int. For a projected tensor
-        these are the sources before its last linear map. Parameters and buffers count only if there are no other
-        sources.
+        """Return the sources (earlier tensors) on which the content of a tensor depends, as the bits of an int. For a
+        projected tensor, they are the sources of the input of its last linear map. Parameters and buffers count only if
+        there are no other sources.
         """
         sources = origin.projected or origin.joined
         return sources & ~self.state or sources
 
     def _union(self, _: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the union of the origins. Tensors that depend on parameters and buffers alone do not count if there
-        are others.
+        """Return the union of `origins`, each the sources of one tensor. Origins that are parameters and buffers alone
+        are left out, unless there are no others.
         """
         first = origins[0]
         if all(origin is first for origin in origins):
@@ -327,16 +338,16 @@ class Lineage:
         return Origin(joined=self._state_bit("constant"))
 
     def _mapped(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin (sources) of the product of the first tensor with the second. If the second depends on
-        parameters and buffers alone, it is the weight of a linear map; otherwise both are activations.
+        """Return the origin (source tensors) of the product of the first tensor with the second. If the second depends
+        on parameters and buffers alone, it is the weight of a linear map; otherwise both are activations.
         """
         if origins[1].sources & ~self.state:
             return self._multiplied(tensors, origins)
         return self.linear(origins[0], origins[1], _offset(tensors[1]))
 
     def _multiplied(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin of a product. A factor that depends on parameters and buffers alone counts as the weight of
-        a linear map of the others.
+        """Return the origin (source tensors) of a product of `tensors` with these `origins`. A factor that depends on
+        parameters and buffers alone counts as the weight of a linear map of the other factors.
         """
         result, offset = origins[0], _offset(tensors[0])
         for other, tensor in zip(origins[1:], tensors[1:], strict=True):
@@ -356,10 +367,11 @@ class Lineage:
     def _multiplied_by_matrix(
         self, call: FunctionCall, tensors: list[Tensor], origins: list[Origin], product: Origin
     ) -> Origin:
-        """Return the origin of a product of a tensor with a matrix that does not depend on it. If the product may sum
-        over tokens, it is a further source (`mixed`). A matrix from outside of the model call that is multiplied with
-        features counts as the weight of a linear map. The factors are kept, since the matrix may be cached keys. For
-        any other product return `product`, its origin by the rules for linear maps and for two activations.
+        """Return the origin (source tensors) of a product of a tensor with a matrix that does not depend on it. If the
+        product may sum over tokens, the product itself is a further source. A matrix from outside of the model call
+        that is multiplied with features counts as the weight of a linear map. It is also recorded as a factor, since it
+        may be cached keys. For any other product return `product`, its origin by the rules for linear maps and for two
+        activations.
         """
         first = call.function in ADDED_PRODUCTS
         factors = list(zip(origins, tensors, strict=True))[first : first + 2]
@@ -389,8 +401,8 @@ class Lineage:
         return product if rank == _STATE else union_of([product, origin])._replace(factors=pair)
 
     def _rank_of_matrix(self, origin: Origin) -> int:
-        """Return a number for the kind of a factor of a product, which is smaller the more likely it is a matrix that
-        does not depend on the other factor.
+        """Return a rank for one factor of a product, by the kind of its sources, which are in `origin`. The smaller the
+        rank, the more likely the factor is a matrix that does not depend on the other factor.
         """
         sources = origin.sources & ~self.state
         if origin.projected or origin.factors:
@@ -402,8 +414,9 @@ class Lineage:
         return _NO_MATRIX if sources & ~(self.given | self.outside) else _GIVEN
 
     def are_mixed(self, origins: CallOrigins) -> bool:
-        """Return True if tokens of an attention call may be mixtures of tokens that do not correspond to each other: if
-        a matrix mixes queries, keys or values after their projection, or only some of them before it.
+        """Return True if a matrix may have mixed tokens of an attention call, so that query i and key i, or key i and
+        value i, need not be the same token. Such a matrix mixes queries, keys or values after their projection, or only
+        some of the three before it.
         """
         q, k, v = origins.q, origins.k or origins.q, origins.v
         before = self.content(q) ^ self.content(k) | self.content(k) ^ self.content(v)
@@ -411,24 +424,27 @@ class Lineage:
         return any(sources & self.mixed for sources in (before, *after))
 
     def _placed(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin of the first tensor after the others were written into it. Integers among these state
-        indices, unless the first tensor has the same dtype.
+        """Return the origin (source tensors) of the first of `tensors` after the others were written into it, as by
+        `index_copy`. Integers are indices and do not count, unless the first tensor has the same dtype.
         """
         is_content = [tensor.is_floating_point() or tensor.dtype == tensors[0].dtype for tensor in tensors]
         origin = self._written([origin for origin, counts in zip(origins, is_content, strict=True) if counts])
         return origin._replace(joined=origin.joined | self.placed)
 
     def _written(self, origins: list[Origin]) -> Origin:
-        """Return the origin of a tensor into parts of which others were written. All have these origins."""
+        """Return the origin (source tensors) of a tensor after other tensors were written into parts of it. `origins`
+        are the origins of all of them.
+        """
         union = union_of(origins)
         factors = self._joined_factors(list(dict.fromkeys(each for each in origins if each.factors)))
         return union._replace(factors=factors) if factors else union
 
     def _concatenated(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
-        """Return the origin of concatenated tensors; empty tensors have none. If the tensors have different sources,
-        the concatenation is itself a further source, the same one whenever the same contents are concatenated in the
-        same order. Sources that may be cached tensors from outside of the model call are not compared: tensors that the
-        previous call did not compute by weights which compute none of the concatenated ones.
+        """Return the origin (source tensors) of concatenated tensors, without the empty ones. If the tensors have
+        different sources, the concatenation is a further source: the same one whenever the same contents are
+        concatenated in the same order. Sources that may be cached tensors are not compared. These come from outside of
+        the model call, and the previous call computed them by no weights, or by weights that also computed one of the
+        concatenated tensors.
         """
         return self._joined([origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()])
 
@@ -441,8 +457,9 @@ class Lineage:
         return union._replace(projected=union.projected | of_projected, joined=union.joined | of_all, factors=factors)
 
     def _joined_factors(self, origins: list[Origin]) -> tuple[tuple[Origin, Origin], ...]:
-        """Return the factors of concatenated scores: products of the same queries with concatenated keys, or the other
-        way round. Return an empty tuple for others.
+        """Return the factors (queries and keys) of concatenated scores. If the scores are products of the same queries,
+        the factors are these queries and the concatenated keys; if of the same keys, the concatenated queries and these
+        keys. Otherwise return an empty tuple.
         """
         pairs = [pair for origin in origins for pair in origin.factors]
         if len(origins) < 2 or any(len(origin.factors) != 1 for origin in origins):
@@ -453,8 +470,8 @@ class Lineage:
         return ((self._joined(lefts), rights[0]),) if all(right == rights[0] for right in rights) else ()
 
     def _concatenation(self, contents: list[int], cached: int) -> int:
-        """Return the bit of a concatenation of tensors with the sources `contents`; 0 if these are the same.
-        Parameters, buffers and sources in `cached` are not compared.
+        """Return the bit that stands for a concatenation of tensors whose sources are `contents`. Return 0 if all
+        tensors have the same sources, apart from parameters, buffers and the sources in `cached`.
         """
         contents = [content & ~self.state for content in contents]
         if len({content & ~cached for content in contents} - {0}) < 2:
@@ -465,8 +482,8 @@ class Lineage:
         return bit
 
     def _selected(self, origin: Origin, whole: Origin, selection: Hashable) -> Origin:
-        """Return the `origin` of selected tokens of a tensor of origin `whole`, with the selection as a further source:
-        the same one whenever the same tokens are selected from the same content.
+        """Return the `origin` (source tensors) of tokens that were selected from a tensor with the origin `whole`, with
+        the selection as a further source. Selections of the same tokens from the same content are the same source.
         """
         content = self.content(whole)
         if not content & ~self.state:
@@ -546,7 +563,7 @@ def _selects_tokens(function: Any, arguments: Sequence[Any], result: Tensor) -> 
 
 def _moves_tokens(call: FunctionCall, before: Tensor) -> bool:
     """Return True if a function moves tokens of `before` to other places, and not only features along its last axis. To
-    test this, the call is repeated with the numbers of the tokens.
+    test this, the call is repeated with a tensor that has the number of each token in place of its features.
     """
     if before.is_meta or "out" in call.kwargs:
         return True
@@ -608,10 +625,10 @@ def attends_to_earlier_calls(query: Origin, key: Origin | None, lineage: Lineage
 
 
 def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Origin, Origin | None]:
-    """Return the origins (sources) of the queries and the keys that were multiplied to compute scores with the origin
-    `scores`. If no product is known, return `scores` and None. Scores may be a sum of products, for example of queries
-    with keys and of queries with position embeddings. Then return the factors of the product that has both factors from
-    the same tokens, else of the product with most sources in common with the values.
+    """Return the origins (source tensors) of the queries and the keys that were multiplied to compute scores with the
+    origin `scores`. If no product is known, return `scores` and None. Scores may be a sum of products, for example of
+    queries with keys and of queries with position embeddings. Of several products, choose one whose two factors come
+    from the same tokens, or if there is none, the one with most sources in common with the values.
     """
 
     def rank(factors: tuple[Origin, Origin]) -> tuple[bool, int]:
@@ -625,7 +642,9 @@ def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Orig
 
 
 def queries_of_self_attention(products: Iterable[tuple[Origin, Origin]], lineage: Lineage) -> tuple[Origin, ...]:
-    """Return the origins (sources) of the queries of those `products` of queries and keys that are self-attention."""
+    """Return the origins (source tensors) of the queries in those `products` (pairs of queries and keys) that are
+    self-attention.
+    """
     return tuple(query for query, key in products if _is_cross(query, key, key, lineage) is False)
 
 
@@ -710,8 +729,8 @@ class SiteParts:
 
 
 def names_of_layer(origins: CallOrigins | None) -> frozenset[Hashable]:
-    """Return the names of the weights in which layers of one module differ: those that compute the queries of a call,
-    or else its keys.
+    """Return the names of the weights by which attention layers of one module are distinguished: those that project the
+    queries of a call, or else its keys.
     """
     if origins is None:
         return frozenset()

@@ -38,8 +38,8 @@ class RunningModule(Protocol):
 
 def named_arguments(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a module call by name. If an argument is a dict, as in `model({"input_ids": ...})`, its
-    entries are included as arguments; a direct argument of the same name takes precedence. Entries with keys other than
-    names, such as the cache of a layer by its module, are no arguments.
+    entries are included as arguments; a direct argument of the same name takes precedence. Entries whose keys are not
+    strings are left out, such as those of a cache with modules as keys.
     """
     if not any(isinstance(argument, Mapping) for argument in arguments.values()):
         return arguments

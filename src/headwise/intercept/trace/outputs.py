@@ -102,7 +102,8 @@ def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
 def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins, number: int | None) -> None:
     """Follow the output of an attention call that was already reported to the interceptors. The report is withdrawn if
     the model adds the output to another one, or reorders its heads, before the output projection. `origins` are the
-    sources of the queries, keys and values, and `number` is that of the call in the record for a plan.
+    sources of the queries, keys and values. `number` is the number of the attention call within the call of the model,
+    as recorded for a plan; None if it is not recorded.
     """
     trace = current_trace()
     trace.lineage.set_attended(out, origins)
@@ -113,16 +114,17 @@ def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins, number:
 
 
 def lose_outputs() -> None:
-    """Record that no attention output so far can be followed any further. This is called inside function transforms
-    such as `torch.vmap`, where the model works with other tensor objects.
+    """Record that the attention outputs computed so far cannot be followed any further. This function is called inside
+    function transforms such as `torch.vmap`, where the model works with other tensor objects.
     """
     for output in current_trace().attention.pending:
         output.is_lost = True
 
 
 def refuse_multiplied(*tensors: Tensor) -> None:
-    """Exclude from the results those attention outputs that are among `tensors`, the inputs of another attention call,
-    unless their heads are established: such an output is only a factor in the computation of that call.
+    """Exclude attention outputs from the results if they are among `tensors`, the inputs of another attention call:
+    they are then only factors in the computation of that call. Outputs whose heads are already established are not
+    excluded.
     """
     for tensor in tensors:
         for followed in _followed(tensor):
@@ -131,8 +133,8 @@ def refuse_multiplied(*tensors: Tensor) -> None:
 
 
 def report_established() -> None:
-    """Report to the interceptors all attention calls whose axis of heads is established. Calls that may be one of
-    several heads of a module are not reported before the module ends.
+    """Report to the interceptors all attention calls whose axis of heads is now established. A call that may be only
+    one of several heads of a module is not reported before the module ends.
     """
     attention = current_trace().attention
     attention.pending = [
@@ -190,8 +192,8 @@ def _loses_changes(call: FunctionCall) -> bool:
 
 def _before_overwriting(call: FunctionCall) -> None:
     """If a function call is about to overwrite an attention output in place, first write the interceptors' changes into
-    this output: the model keeps the tensor. If it may also use a view of a part of the same memory, exclude the output
-    from the results.
+    this output, since the model keeps using the same tensor. If the model may also use a view of a part of the output's
+    memory, exclude the output from the results.
     """
     written, outputs = overwritten_tensor(call), current_trace().attention.outputs
     for followed in [] if written is None else list(_followed(written)):
@@ -217,7 +219,7 @@ def _before_overwriting(call: FunctionCall) -> None:
 
 def _refuse_concatenated_heads(call: FunctionCall) -> None:
     """Exclude attention outputs from the results if a function call concatenates them as features and each may be a
-    single head or a group of heads. That may be so if they are parts of one output, or outputs of several attention
+    single head or a group of heads. They may be heads if they are parts of one output, or outputs of several attention
     calls in one module call. Also exclude an output that was already reported if parts of it are concatenated along its
     heads, since the order of the heads may then change.
     """
@@ -312,9 +314,9 @@ def _layout_of(followed: FollowedOutput, features: list[int]) -> HeadLayout | No
 
 
 def _is_joined(output: AttentionOutput, factors: list[Factor]) -> bool:
-    """Return True if the axes with these factors contain the values of an attention output and further features, which
-    were concatenated with them. Return False if the model has merged them with another axis since then, which may be
-    the heads.
+    """Return True if axes of a tensor contain the values of an attention output together with further features, which
+    were concatenated with the values. `factors` are these axes, as parts of the output's axes. Return False if the
+    model has since merged them with another axis, which may be the heads.
     """
     value = output.axes.value
     of_others = {factor.axis for factor in factors} - {value, OTHER}
@@ -337,8 +339,8 @@ def _may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:
 
 def _is_part(followed: FollowedOutput, layout: HeadLayout | None = None) -> bool:
     """Return True if a tensor contains all values of an attention output, but only some elements of another axis, which
-    may be the heads. Axes of queries cannot be the heads; nor can the first axis, if another axis is known to be the
-    heads, by `layout`.
+    may be the heads. Axes of queries are never the heads. If `layout` states that another axis is the heads, the first
+    axis is not the heads.
     """
     output, factors = followed.output, [factor for factors in followed.axes for factor in factors]
     if any(factor.axis == OTHER for factor in factors):
@@ -396,8 +398,9 @@ def after_function(call: FunctionCall, result: Any) -> None:
 
 
 def _loses(axis: int, followed: FollowedOutput, tensors: list[tuple[Tensor, Axes]]) -> bool:
-    """Return True if a function call removes an `axis` of an attention output: it is in the argument `followed` and in
-    none of the results, `tensors`. Return False if no result can be followed.
+    """Return True if a function call removes an `axis` of an attention output: its argument, described by `followed`,
+    has the axis, and none of `tensors`, the results that can be followed, has it. Return False if no result can be
+    followed.
     """
 
     def is_in(axes: Axes) -> bool:
@@ -431,8 +434,9 @@ def _keeps_factors(call: FunctionCall, output: AttentionOutput, arguments: Argum
 def _rearranged(
     call: FunctionCall, argument: Tensor, followed: FollowedOutput, number: int | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return the function that computes one result of a call from the original attention output: the result with this
-    `number`, or the only one. Return None if any function on the way did more than rearrange elements.
+    """Return a function that computes a result of this call from the original attention output. `number` is the index
+    of the result; None if there is only one. Return None if some function on the way from the output did more than
+    rearrange elements, or if no interceptor may change the output.
     """
     before = followed.rearranged
     if before is None or not followed.output.may_change or call.function not in REARRANGEMENTS:
@@ -497,7 +501,9 @@ def _concatenated(axes: Axes, axis: int, result: Tensor) -> Axes:
 
 
 def _axis_of(call: FunctionCall, axes: int) -> int:
-    """Return the axis along which a function call concatenates or stacks tensors, of the `axes` of its result."""
+    """Return the axis, counted from 0, along which a function call concatenates or stacks tensors. `axes` is the number
+    of axes of the result.
+    """
     dim: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
     return dim % axes
 
@@ -527,9 +533,9 @@ def _refuse_added(call: FunctionCall, arguments: Arguments) -> None:
 
 
 def _sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
-    """Return True if a function call sums a tensor over an axis along which several tensors were joined, as by
-    `torch.stack`, and keeps the axis of the values. The attention output from which the tensor was computed does not
-    have the joining axis itself.
+    """Return True if a function call sums `tensor` over an axis along which several tensors were joined, as by
+    `torch.stack`, and keeps the axis of the values. `followed` states how `tensor` was computed from an attention
+    output, which does not have the joining axis itself.
     """
     if call.function in _SUMS:
         dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis"))
@@ -548,8 +554,8 @@ def _sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) ->
 def _is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]], result: Any) -> bool:
     """Return True if scaling the attention outputs among the arguments scales the `result` of a function call by the
     same factor. To test this, the call is repeated with the outputs times -2. Norms, logarithms and sums with other
-    tensors are not linear. Return False if the test is not possible. `outputs` has the arguments of the call that were
-    computed from attention outputs, with these outputs.
+    tensors are not linear. Return False if the test is not possible. `outputs` has pairs: an argument of the call, and
+    the attention output from which it was computed.
     """
     tensors, name = [tensor for tensor, _ in outputs], getattr(call.function, "__name__", "")
     others = [other for other in call.tensors if not any(other is tensor for tensor in tensors)]
@@ -633,7 +639,9 @@ def with_changes(tensors: Any, *, is_last: bool = False) -> Any:
 
 
 def _follow_changed(changed: Tensor, tensor: Tensor, followed: FollowedOutput) -> None:
-    """Follow `changed`, which is `tensor` with the interceptors' changes, as computed from the same output."""
+    """Record that `changed`, which is `tensor` with the interceptors' changes, was computed from the same attention
+    output as `tensor`.
+    """
     trace = current_trace()
     trace.attention.outputs.set(changed, [FollowedOutput(followed.output, followed.axes, None, followed.is_linear)])
     trace.on_replaced(changed, tensor)

@@ -40,9 +40,9 @@ class OutputProjection(NamedTuple):
 
 def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -> OutputProjection | None:
     """Return the output projection of the attention module at `path`, with the linear map that it computes; None if
-    there is none. It is searched inside of and next to the attention module: first by the name that is known for the
-    architecture, then by usual names (`o_proj`, `c_proj`, ...). It must compute a linear map of `width` features;
-    adapters and dropout are allowed.
+    there is none. The projection is searched for inside of and next to the attention module: first by the name that is
+    known for the architecture, then by usual names (`o_proj`, `c_proj`, ...). It must compute a linear map of `width`
+    features; adapters and dropout are allowed.
 
     It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`. Else it is the only
     linear layer with such a name and width in that module, as where a model calls a method of its attention module.
@@ -66,8 +66,8 @@ def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -
 
 def _named_modules(modules: Mapping[str, nn.Module], path: str, width: int) -> Iterator[tuple[str, nn.Module]]:
     """Yield candidates for the output projection with their paths: first the module that is known for the architecture,
-    then those with usual names, inside of and next to the attention module. After a sequence, its only element that
-    fits `width` follows.
+    then those with usual names, inside of and next to the attention module. If such a module is a sequence or list of
+    modules, and only one element fits `width`, yield this element, too.
     """
     family = family_of(modules[path]) if path in modules else None
     if family is not None and (known := modules.get(relative_path(path, family.output))) is not None:
@@ -145,8 +145,8 @@ def _first_convolution(module: nn.Module) -> nn.Conv1d | nn.Conv2d | nn.Conv3d |
 
 
 def _plain_map(module: nn.Module) -> LinearMap | None:
-    """Return the map of torch's `nn.Linear`, or `Conv1D` of `transformers`; None for any other module, and for layers
-    whose weight or `forward` was replaced.
+    """Return the linear map (weight and bias) of a module that is torch's `nn.Linear`, or `Conv1D` of `transformers`.
+    Return None for any other module, and for a layer whose weight or `forward` was replaced.
     """
     is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
     if not is_conv1d and type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear):
@@ -166,8 +166,8 @@ def _takes_one_input(module: nn.Module) -> bool:
 
 
 def may_fit(module: nn.Module, width: int) -> bool:
-    """Return True if a module may be a linear map of `width` input features: some tensor has a size that `width`
-    divides, none is on the meta device, and the module is small enough to copy it.
+    """Return True if a module may be a linear map of `width` input features: the size of some tensor is a multiple of
+    `width`, no tensor is on the meta device, and the module is small enough to copy it.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if not tensors or any(tensor.is_meta for tensor in tensors):
@@ -178,7 +178,7 @@ def may_fit(module: nn.Module, width: int) -> bool:
 
 def _copy_without_hooks(module: nn.Module) -> nn.Module:
     """Return a deep copy of a module without hooks, except torch's `weight_norm` and `spectral_norm`, which compute
-    weights. The objects that own other hooks would be copied, too.
+    weights. Other hooks are left out, since the objects that own them would be copied, too.
     """
     memo: dict[int, Any] = {}  # copies by the identity of what is copied
     for each in module.modules():
@@ -193,8 +193,9 @@ def _copy_without_hooks(module: nn.Module) -> nn.Module:
 
 
 def _found_map(module: nn.Module, width: int) -> LinearMap | None:
-    """Return the linear map that a module computes: its output for 0 is the bias, and those for unit vectors are the
-    columns of the weight. Return None if outputs for test vectors differ from this map by more than rounding.
+    """Return the linear map that a module computes, derived from its outputs. The output for 0 is the bias, and the
+    outputs for unit vectors, minus the bias, are the columns of the weight. Return None if outputs for test vectors
+    differ from this map by more than rounding.
     """
     tensors = [*module.parameters(), *module.buffers()]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)

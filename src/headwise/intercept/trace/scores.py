@@ -73,7 +73,7 @@ In other dtypes, four times the distance between 1 and the next number may be mo
 
 def may_project(call: FunctionCall) -> bool:
     """Return True if a function call may be the output projection: if it is a product of tensors, or reads a parameter
-    of a module. The same holds for an operator that torch does not define as a function, such as a quantised product.
+    of a module. Also return True for an operator that torch does not define as a function, such as a quantised product.
     """
     is_operator = isinstance(call.function, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
     return is_operator or call.function in PRODUCTS or any(map(is_parameter, call.tensors))
@@ -81,8 +81,9 @@ def may_project(call: FunctionCall) -> bool:
 
 def keeps_places(call: FunctionCall, argument: Tensor, number: int | None, axis: int) -> bool:
     """Return True if a function call keeps elements at their index along `axis`, counted from the end: each element of
-    its result, or of the one with this `number`, depends only on elements of `argument` with the same index. To test
-    this, the function is repeated with changed elements at some places. Return False if it is unknown.
+    its result depends only on elements of `argument` with the same index. If there are several results, `number` is the
+    index of one of them. To test this, the function is repeated with changed elements at some places. Return False if
+    the test is not possible.
     """
     if call.function in COPIES | DROPOUTS or getattr(call.function, "__name__", "") in _ELEMENTWISE_NAMES:
         return True
@@ -107,8 +108,8 @@ def keeps_places(call: FunctionCall, argument: Tensor, number: int | None, axis:
 
 
 def repeated(call: FunctionCall, argument: Tensor, other: Tensor, number: int | None) -> Tensor:
-    """Repeat a function call with the tensor `other` in place of its `argument`, and return the result, or the one with
-    this `number`. Tensors of the model are not overwritten.
+    """Repeat a function call with the tensor `other` in place of its `argument`, and return the result. If the call
+    returns several tensors, return the one with the index `number`. Tensors of the model are not overwritten.
     """
     first, out = call.tensors[0], call.kwargs.get("out")
     call = call.replaced(argument, other.clone())
@@ -126,9 +127,10 @@ _SUMS = functions_named("sum")
 
 
 def contracted(call: FunctionCall, result: Any) -> FunctionCall:
-    """Return a call of `multiplied_and_summed` in place of a call that sums a broadcast product of two tensors. Return
-    other calls unchanged, and if the product or a factor was changed in place. If a call computes such a product, store
-    its factors, and keep them as long as the `result` exists.
+    """Replace the `sum` in a product of two tensors that a model writes as a broadcast `*` and a `sum`: return an
+    equivalent call of `multiplied_and_summed`. For the `*`, store its factors as long as its `result` exists, and
+    return the call unchanged. Return all other calls unchanged, and also the `sum` if the product or a factor was
+    changed in place.
     """
     trace = current_trace()
     if call.function in _MULTIPLICATIONS:
@@ -150,7 +152,7 @@ def contracted(call: FunctionCall, result: Any) -> FunctionCall:
 
 
 def _is_scale(factor: Tensor) -> bool:
-    """Return True for a parameter that is no matrix, such as the factors of a norm."""
+    """Return True for a parameter that is a vector or a number, such as the factors of a norm."""
     return is_parameter(factor) and sum(size > 1 for size in factor.shape) < 2
 
 
@@ -183,9 +185,9 @@ class Order(NamedTuple):
     is_common: bool = True
 
     def of(self, tokens: NumberedTokens) -> NumberedTokens | None:
-        """Return the tokens of the queries, or of the keys, in the order along the axis of scores or weights. `tokens`
-        has them in the order of the product of queries and keys. Return None if the order is unknown, or if `tokens`
-        has too few.
+        """Return the tokens of the queries, or of the keys, in the order in which they stand along an axis of scores or
+        weights. `tokens` has them in the order of the product of queries and keys. Return None if the order along the
+        axis is unknown, or if `tokens` has too few.
         """
         if not self.is_known or self.places is None:
             return tokens if self.is_known else None
@@ -195,8 +197,9 @@ class Order(NamedTuple):
 
 
 def order_along(places: Places | None, along: Sequence[int], across: Sequence[int]) -> Order:
-    """Return the order of the queries, or of the keys, in a tensor of scores or weights. They are the axes `along` of
-    the tensor, and the others are the axes `across`; `places` are the places of its elements in the product.
+    """Return the order in which the queries, or the keys, stand in a tensor of scores or weights. For queries, `along`
+    are the axes of the queries and `across` the axes of the keys; for keys, the other way round. `places` has the place
+    of each element in the product of queries and keys; None if it is unknown.
     """
     if places is None:
         return Order(is_known=False)
@@ -220,7 +223,9 @@ def order_along(places: Places | None, along: Sequence[int], across: Sequence[in
 
 
 def number_places(scores: Tensor, axes: Iterable[int]) -> None:
-    """Number the places of `scores`, the result of a product, along each of the `axes`."""
+    """Assign numbers to the places (indices) along each of the `axes` of `scores`, the result of a product, so that
+    elements can be followed through later functions.
+    """
     places, attention = {}, current_trace().attention
     for axis in axes:
         first, size = attention.next_place, scores.shape[axis]
@@ -232,14 +237,16 @@ def number_places(scores: Tensor, axes: Iterable[int]) -> None:
 
 
 def places_of(tensor: Tensor) -> dict[int, Places]:
-    """Return the places of the elements of a tensor along each axis of a product of queries and keys."""
+    """Return the places of the elements of a tensor in a product of queries and keys (their numbered indices), for each
+    axis of the product. Return an empty dict if they are unknown.
+    """
     return current_trace().attention.places.get(tensor) or {}
 
 
 def follow_places(call: FunctionCall, result: Any) -> None:
-    """Record the places of the elements in the `result` of a function call, if they are known for an argument. If
-    several products are added, such as those of queries with keys and with shifted positions, these are the places in
-    the one that was not rearranged.
+    """Record the places of the elements in the `result` of a function call: their indices in a product of queries and
+    keys, if these are known for an argument. If several products are added, such as those of queries with keys and with
+    shifted positions, record the places in the product that was not rearranged.
     """
     trace = current_trace()
     known = [tensor for tensor in call.tensors if places_of(tensor)] if trace.attention.places else []
@@ -277,13 +284,15 @@ def follow_places(call: FunctionCall, result: Any) -> None:
 
 
 def _are_rearranged(tensor: Tensor) -> bool:
-    """Return True if the numbers of the places of a tensor are no longer those of a product, repeated over axes."""
+    """Return True if elements of a tensor may have moved since the product of queries and keys: the numbers of their
+    places along one axis of the product differ along several axes of the tensor.
+    """
     return any(len(_steps(each.numbers)) > 1 for each in places_of(tensor).values())
 
 
 def _products_of(scores: Tensor) -> tuple[tuple[Origin, Origin], ...]:
-    """Return the origins of the queries and keys of each product that is in a sum of scores, if its rows and columns
-    are at their places.
+    """Return the origins (source tensors) of the queries and keys of each product in a sum of scores. Return an empty
+    tuple if the queries or keys of the scores are not all in the order of the product.
     """
     trace, places = current_trace(), places_of(scores).values()
     lengths = [max(_steps(each.numbers), default=1) for each in places]
@@ -294,12 +303,14 @@ def _products_of(scores: Tensor) -> tuple[tuple[Origin, Origin], ...]:
 
 
 def _steps(numbers: Tensor) -> list[int]:
-    """Return the lengths of the axes along which the numbers of places differ."""
+    """Return the sizes of the axes along which `numbers`, the places of elements in a product, differ."""
     return [size for size, stride in zip(numbers.shape, numbers.stride(), strict=True) if stride]
 
 
 def _agree(places: dict[int, Places], others: dict[int, Places]) -> bool:
-    """Return True unless the elements of two tensors are known to come from other places of the same product."""
+    """Return False if elements at the same index of two tensors are known to come from different places of one product
+    of queries and keys; True otherwise. `places` and `others` are the places of the elements of the two tensors.
+    """
     for axis, one in places.items():
         other = others.get(axis)
         if other is None or other.first != one.first or other.numbers is one.numbers:
@@ -310,8 +321,8 @@ def _agree(places: dict[int, Places], others: dict[int, Places]) -> bool:
 
 
 def _results_in_place(call: FunctionCall, before: Tensor, result: Any, *, is_kept: bool) -> list[Tensor]:
-    """Return the tensors in the `result` of a function call whose elements are at the places of those of its argument
-    `before`. `is_kept` is True if this is known.
+    """Return the tensors in the `result` of a function call that have each element at the same index as its argument
+    `before`. `is_kept` is True if this is known; otherwise it is tested.
     """
     tensors = [call.args[0]] if call.function in ASSIGNMENT else tensors_among((result,))
     return [
@@ -332,8 +343,9 @@ def _broadcasts(shape: torch.Size, other: torch.Size) -> bool:
 
 
 def _numbers_of_product(call: FunctionCall, before: Tensor, numbers: Tensor | None, result: Tensor) -> Tensor | None:
-    """Return the numbers of the elements in a product of scores or weights with a parameter, such as one that mixes
-    heads. Return None if the product sums over the numbered axis, or if a convolution changes its length.
+    """Return the place numbers of the elements in the `result` of a product of scores or weights with a parameter, such
+    as a matrix that mixes heads. `numbers` are the place numbers of the scores or weights, `before`. Return None if the
+    product sums over the numbered axis, or if a convolution changes its length.
     """
     contraction = product_with(call, before)
     if numbers is None or not result.numel() or contraction is None:
@@ -422,8 +434,9 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
 
 
 def _has_learned_query(call: FunctionCall, contraction: Contraction, result: Tensor) -> bool:
-    """Return True if a product may be that of learned queries, a parameter on its left, with the keys of all tokens. A
-    linear map has its parameter on the right, or is a function of its own, or mixes the heads of scores.
+    """Return True if a product may multiply learned queries, a parameter on its left, with the keys of all tokens.
+    Return False for a linear map: its parameter is on the right, or it is a function such as `F.linear`, or it mixes
+    the heads of scores.
     """
     is_other = call.function is F.linear or call.function in ADDED_PRODUCTS or call.function in CONVOLUTIONS
     operands = contraction.operands
@@ -434,9 +447,9 @@ def _has_learned_query(call: FunctionCall, contraction: Contraction, result: Ten
 
 
 def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, int] | None:
-    """Return three values if the `result` of a function call is the softmax of scores, which the model has written as
-    an exponential, divided by its sum: the argument of the call that follows from the scores, the scores, and the axis
-    of the softmax. Return None for other results.
+    """Return three values if the `result` of a function call is a softmax that the model has written as an exponential
+    divided by its sum. They are the argument of the call that was computed from attention scores, the scores, and the
+    axis of the softmax. Return None for other results.
 
     A number for each row that is added to the sum is the exponential of a further score, without a value. The sum of a
     row of weights is then less than 1.
@@ -470,8 +483,8 @@ def _divides_rows(call: FunctionCall, sums: Tensor) -> bool:
 
 
 def may_be_masked(scores: Tensor) -> bool:
-    """Return False if `scores` are known to contain no mask, since products of activations were only scaled and
-    rearranged. A large negative number is then a score, not a hidden key.
+    """Return False if `scores` certainly contain no mask: they are products of activations that were only scaled and
+    rearranged. A large negative number is then a score, not a hidden key. Return True otherwise.
     """
     followed = current_trace().attention.scores.get(scores)
     if followed is None or followed.may_be_masked or followed.version is None:
@@ -495,8 +508,8 @@ def compares_two(tensor: Tensor) -> bool:
 
 
 def with_factors(scores: Tensor, origin: Origin) -> Origin:
-    """Return the `origin` (sources) of attention scores. If they are a product of a learned query with keys, or if a
-    linear map has mixed their heads, add the sources of queries and keys as its factors.
+    """Return the `origin` (source tensors) of attention scores. If they are a product of a learned query with keys, or
+    if a linear map has mixed their heads, add the sources of queries and keys as its factors.
     """
     followed = current_trace().attention.scores.get(scores)
     if followed is None or origin.factors:
@@ -505,8 +518,8 @@ def with_factors(scores: Tensor, origin: Origin) -> Origin:
 
 
 def compared_axes(scores: Tensor, dim: int) -> ComparedAxes | None:
-    """Return the axes of the product from which attention `scores` were computed, and the tokens along these. The keys
-    are along axis `dim` of the scores. Return None if the scores are not known to come from such a product.
+    """Return the axes of the product from which attention `scores` were computed, and the tokens along these axes. The
+    keys are along axis `dim` of the scores. Return None if the scores are not known to come from such a product.
     """
     followed = current_trace().attention.scores.get(scores)
     if followed is None:
@@ -524,7 +537,8 @@ def compared_axes(scores: Tensor, dim: int) -> ComparedAxes | None:
 
 def _axes_after(call: FunctionCall, scores: Scores, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
     """Return the tensors in the `result` of a function call that were computed from `before`, recorded as `scores`,
-    with their axes as parts of those of the product. The list is empty for a linear map over queries or keys.
+    each with its axes. The axes are stated as parts of the axes of the product of queries and keys. The list is empty
+    for a linear map over queries or keys.
     """
     if call.function in PRODUCTS:  # with a parameter
         product = product_with(call, before)
@@ -543,7 +557,9 @@ def _axes_after(call: FunctionCall, scores: Scores, before: Tensor, result: Any)
 
 
 def _of_size(factors: tuple[Factor, ...], size: int) -> tuple[Factor, ...]:
-    """Return the factors of an axis of concatenated tensors: more elements of the same kind."""
+    """Return the factors (parts of axes) of an axis that was lengthened to `size` by a concatenation: more elements of
+    the same kind. `factors` are those before it.
+    """
     is_longer = len(factors) == 1 and factors[0].size != size
     return (Factor(factors[0].axis, 1, size),) if is_longer else factors
 
@@ -555,8 +571,9 @@ def scores_behind(
     weights: Float[torch.Tensor, "batch heads queries keys"], read_problem: Callable[[], Problem]
 ) -> tuple[ScoreTensor | None, ScoreTensor | None]:
     """Return the scores from which attention `weights` were computed, and the scores before the softcap (None without a
-    softcap). They are computed again from the call as a `Problem`. Both are None if that is not possible, or if the
-    softmax of the scores differs from `weights` by more than rounding.
+    softcap). They are computed again from the attention call, which `read_problem` returns as a `Problem` (its tensors
+    and options). Both are None if that is not possible, or if the softmax of the scores differs from `weights` by more
+    than rounding.
 
     Args:
         weights: weights that the function returned.
@@ -598,9 +615,10 @@ def _are_weights_of(scores: ScoreTensor, expected: ScoreTensor, weights: ScoreTe
 
 
 def unshifted(scores: ScoreTensor) -> ScoreTensor | None:
-    """Return `scores`, the input of a softmax that a model computes, unchanged. Return None if no score is above 0, and
-    the largest score of some row is 0, or the log-sum-exp of every row: the model has then subtracted the maximum,
-    perhaps only where it is positive, or the log-sum-exp by hand, and the original scores are unknown.
+    """Return `scores`, the input of a softmax, if the model seems not to have subtracted a number from each row by
+    hand; otherwise None, since the original scores are unknown. A model may subtract the maximum of a row, perhaps only
+    where it is positive, or the log-sum-exp. Then no score is above 0, and the largest score of some row, or the
+    log-sum-exp of every row, is 0.
     """
     largest = scores.amax(-1) if scores.numel() else None
     if largest is None or not bool((largest <= 0).all()):

@@ -156,7 +156,7 @@ class KeptScores:
 
     @property
     def are_lost(self) -> bool:
-        """True if the model has changed the scores in a way that was not seen before."""
+        """True if the model has changed the scores in place before they could be copied."""
         return version_of(self.tensor) != self._version
 
     def before_overwriting(self, tensor: Tensor) -> None:
@@ -194,7 +194,7 @@ class Weights:
     is_overwritten: bool = False
 
     def scores(self) -> Tensor:
-        """Return the scores, with the axes of the tensor of weights."""
+        """Return the attention scores from which the weights were computed, with the axes of the tensor of weights."""
         return self.arranged(self.kept.tensor)
 
 
@@ -259,10 +259,10 @@ class AttentionOutput:
         self._change = object()  # stands for the change in records that must not keep this object in memory
 
     def establish(self, layout: HeadLayout, *, may_hide_heads: bool = False) -> None:
-        """Set the layout of the heads: which axes, or parts of axes, are the heads. It becomes known when the model
-        uses the output, for example in a linear map. If it contradicts the number of heads that the module stores,
-        exclude the call from the results. `may_hide_heads` is True if another axis may be heads, which the model merges
-        with the values later, or one by one.
+        """Set the layout of the heads: which axes, or parts of axes, of the attention output are the heads. It becomes
+        known when the model uses the output, for example in a linear map. If it contradicts the number of heads that
+        the module stores, exclude the call from the results. `may_hide_heads` is True if another axis may be heads,
+        which the model may merge with the values later, or use one by one.
 
         Raises: InputError if heads of another layout were changed already, or the user stated another one.
         """
@@ -280,12 +280,14 @@ class AttentionOutput:
             self._layout, self.is_established = layout, True
 
     def on_projected(self, weights: list[Tensor]) -> None:
-        """Report that the model applies a linear map to the output, with the parameters `weights`."""
+        """Report that the model applies a linear map with the parameters `weights` to this attention output."""
         self.is_projected = True
         current_trace().report_projected(self.module_calls, self._number, weights)
 
     def on_overwritten(self, tensor: Tensor) -> None:
-        """Record that the model overwrites `tensor`, perhaps in the memory of the output, its weights or its values."""
+        """Record that the model overwrites `tensor`, perhaps in the memory of this attention output, its weights or its
+        values.
+        """
         read = [] if self._source is None or self._tensor is None else [self._tensor, *self._source.tensors]
         self._is_overwritten |= any(share_memory(tensor, each) for each in read)
 
@@ -317,7 +319,7 @@ class AttentionOutput:
 
     def is_other_softmax_of(self, other: "AttentionOutput") -> bool:
         """Return True if this output and `other` come from different attention weights (softmax results) of one
-        attention layer, and the model has not yet applied a linear map to one of them. Outputs whose queries come from
+        attention layer, and the model has applied a linear map to neither of them yet. Outputs whose queries come from
         different projection weights belong to different layers.
         """
         is_module = self.module_calls[-1].path == other.module_calls[-1].path
@@ -354,10 +356,10 @@ class AttentionOutput:
         return self._changed
 
     def finish(self, *, is_last: bool = False) -> bool:
-        """Report the attention call, and pass its attention weights to those that observe. If there is a reason not to
-        report the call, report its module as unreadable for this reason instead. Return False if the heads are still
-        unknown, so that nothing was reported. Do nothing if the call was reported before. `is_last` is True at the end
-        of the model, after which nothing more can be learnt about the call.
+        """Report the attention call, and pass its attention weights to the interceptors that observe them. If there is
+        a reason not to report the call, report its module as unreadable for this reason instead. Return False if the
+        heads are still unknown, so that nothing was reported. Do nothing if the call was reported before. `is_last` is
+        True at the end of the model, after which nothing more can be learnt about the call.
         """
         if self.is_reported:
             return True
@@ -389,7 +391,7 @@ class AttentionOutput:
 
     def refuse(self, reason: str) -> None:
         """Record the reason why this attention call must not be reported to the interceptors. If it was reported
-        already, tell the interceptors that it is invalid. If a reason is already recorded, keep that one.
+        already, notify the interceptors that it is invalid. If a reason is already recorded, keep that one.
 
         Raises:
             InputError: the output was changed already.
@@ -403,8 +405,8 @@ class AttentionOutput:
             current_trace().report_unreadable(self.module_calls, reason)
 
     def _handlers_with(self, layout: HeadLayout) -> Handlers:
-        """Report the attention call with this layout of its heads, unless it was reported, and return the functions by
-        which it is observed or changed.
+        """Report the attention call with this layout of its heads, unless it was reported before. Return the functions
+        by which the call is observed or changed.
         """
         if self._handlers is None:
             assert self._source is not None
@@ -412,7 +414,7 @@ class AttentionOutput:
         return self._handlers
 
     def _contradicts_module(self, layout: HeadLayout) -> bool:
-        """Return True if the module stores another number of heads."""
+        """Return True if the module stores a number of heads, but not the number of heads of this layout."""
         for site in current_trace().stated_sites(self.module_calls):
             site.require_heads(layout.head_count)
         counts = head_counts(self.module_calls[-1:])
@@ -489,8 +491,8 @@ class FollowedOutput:
     is_written: bool = False
 
     def changed(self) -> Tensor | None:
-        """Return this tensor with the interceptors' changes of the attention output. Return None if there are no
-        changes, or if the tensor already contains them.
+        """Return this tensor, which was computed from an attention output, with the interceptors' changes of the
+        output. Return None if there are no changes, or if the tensor already contains them.
         """
         if self.rearranged is None or not self.output.may_change:
             return None
@@ -534,7 +536,7 @@ class FollowedAttention:
         self.unchanged: dict[object, Sequence[RunningModule]] = {}
 
     def move(self, tensor: Tensor, other: Tensor) -> None:
-        """Make all records of `tensor` those of `other`."""
+        """Store all records of `tensor` (such as its scores or attention weights) for the tensor `other` instead."""
         for records in (self.scores, self.factors, self.places, self.weights, self.outputs):
             records.move(tensor, other)
 
@@ -566,8 +568,8 @@ class Trace(ABC):
     @property
     @abstractmethod
     def is_recomputing(self) -> bool:
-        """True in a backward pass. Module calls there repeat module calls of a forward pass, by activation
-        checkpointing.
+        """True in a backward pass. Activation checkpointing then calls modules again, to repeat calls of the forward
+        pass.
         """
 
     @abstractmethod
@@ -577,7 +579,8 @@ class Trace(ABC):
     @abstractmethod
     def on_attention_found(self, module_calls: Sequence[RunningModule], origins: CallOrigins) -> tuple[bool, bool]:
         """Take note of an attention call of the innermost running module, which is reported when its heads are known.
-        Return two values: True if someone observes attention weights there, and True if someone may change its output.
+        Return two values: True if an interceptor observes attention weights there, and True if an interceptor may
+        change its output.
         """
 
     @abstractmethod
@@ -589,20 +592,24 @@ class Trace(ABC):
         self, module_calls: Sequence[RunningModule], number: int | None, weights: Sequence[Tensor]
     ) -> None:
         """Report that the model applies a linear map with the parameters `weights` to the output of an attention call.
-        `number` is that of the call in the call of the model; None if it has none.
+        `number` is the number of the attention call within the call of the model; None if it has none.
         """
 
     @abstractmethod
     def on_replaced(self, tensor: Tensor, other: Tensor) -> None:
-        """Take note that `tensor`, a changed attention output, takes the place of another one."""
+        """Take note that `tensor`, an attention output with changes, takes the place of `other`, the output without
+        them.
+        """
 
     @abstractmethod
     def stated_sites(self, module_calls: Sequence[RunningModule]) -> list[Site]:
-        """Return what the user states about the innermost running module."""
+        """Return the `Site` objects by which the user describes the innermost running module, for example its number of
+        heads.
+        """
 
     def origin_of_scores(self, scores: Tensor) -> Origin:
-        """Return the origin of attention scores: the tensors on which they depend. Its factors are the origins of the
-        queries and the keys.
+        """Return the origin of attention scores: the tensors on which they depend. It also contains, as factors, the
+        origins of the queries and the keys.
         """
         if self.torch_attention_origins is not None:
             return self.torch_attention_origins.q  # not used: `origins_of_product` returns all three
@@ -632,6 +639,8 @@ def current_trace() -> Trace:
 
 
 def paused() -> AbstractContextManager[None]:
-    """Return a context in which nothing that runs is intercepted, also outside of calls of a model."""
+    """Return a context in which neither functions nor attention calls are intercepted, inside or outside of calls of a
+    model.
+    """
     trace = CURRENT.get()
     return nullcontext() if trace is None or trace.thread != get_ident() else trace.paused()

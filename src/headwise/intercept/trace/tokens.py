@@ -124,8 +124,8 @@ class ComparedTokens(NamedTuple):
         return self.values is not None and self.keys.differ_from(self.values)
 
     def own_key_of_first_query(self) -> int | None:
-        """Return the index of the key that belongs to the same token as the first query. Return None unless the keys
-        are successive tokens, and the queries are a contiguous part of these tokens in the same order.
+        """Return the index of the key that belongs to the same token as the first query. Return None if the keys are
+        not known to be successive tokens, or the queries to be a contiguous part of these tokens in the same order.
         """
         queries, keys = self.queries.numbers, self.keys.numbers
         if self.queries.linear_map.shape != self.keys.linear_map.shape or queries.shape[:-1] != keys.shape[:-1]:
@@ -171,9 +171,10 @@ class TokenNumbers:
         self._counts: dict[tuple[Any, ...], Tensor] = {}
 
     def record(self, call: FunctionCall, result: Any) -> None:
-        """Record the token numbers of the `result` of a function call. The result of a linear map gets new numbers,
-        from 1, along all axes but that of the features. For any other function, the numbers of its first numbered
-        argument are selected and reordered as the function does with the elements.
+        """Record which token each element of the `result` of a function call belongs to, as token numbers. In the
+        result of a linear map, tokens are numbered anew from 1, along all axes except that of the features. For any
+        other function, the numbers of its first numbered argument are selected and reordered as the function does with
+        the elements.
         """
         if call.function in PRODUCTS:
             axis = _axis_of_features(call, result)
@@ -201,8 +202,8 @@ class TokenNumbers:
 
     def are_summed(self, tensor: Tensor, axes: Sequence[int], *, is_trusted: bool) -> bool:
         """Return True if a product that sums over these axes of `tensor` may sum over tokens, and not only over
-        features. If the token numbers are unknown, the last axis counts as that of the features. Unless the product
-        `is_trusted` to be a linear map, this axis must also be the last one in memory.
+        features. If it is unknown which token each element belongs to, only the last axis counts as features. It must
+        also be the last one in memory, unless the product `is_trusted` to be a linear map.
         """
         numbered = self._numbered.get(tensor)
         if numbered is None:
@@ -212,17 +213,17 @@ class TokenNumbers:
         return any(numbers.stride(axis) and not _repeats(numbers, numbers.narrow(axis, 0, 1)) for axis in axes)
 
     def discard(self, tensor: Tensor) -> None:
-        """Discard the token numbers of a tensor."""
+        """Discard the token numbers of a tensor, which state the token that each element belongs to."""
         self._numbered.discard(tensor)
 
     def move(self, tensor: Tensor, other: Tensor) -> None:
-        """Make the token numbers of `tensor` those of `other`."""
+        """Store the token numbers of `tensor` for the tensor `other` instead."""
         self._numbered.move(tensor, other)
 
     def compared(self, query: Tensor, key: Tensor, value: Tensor) -> ComparedTokens | None:
-        """Return the token numbers of queries, keys and values, three tensors `(..., length, features)`, for each
-        sequence and head. If there are fewer key heads than query heads, return the numbers of the first head. Return
-        None if the numbers of queries or keys are unknown.
+        """Return the token numbers (which token each element belongs to) of queries, keys and values, for each sequence
+        and head. The three tensors are `(..., length, features)`. If there are fewer key heads than query heads, return
+        the numbers of the first head. Return None if the numbers of queries or keys are unknown.
         """
         q, k, v = (self._numbered.get(tensor) for tensor in (query, key, value))
         if q is None or k is None:
@@ -233,9 +234,9 @@ class TokenNumbers:
         return ComparedTokens(q._replace(numbers=q.numbers[place]), k._replace(numbers=k.numbers[place]), values)
 
     def along(self, contraction: Contraction, operand: Tensor, label: Label | None) -> NumberedTokens | None:
-        """Return the token numbers of `operand`, one factor of a product, along the axis with the given label. Axes
-        that all factors share come before this axis; of other axes the first element is used. Return None if the
-        numbers are unknown.
+        """Return the token numbers (which token each element belongs to) of `operand`, one factor of a product, along
+        the axis with the given label. Axes that all factors share come before this axis; of other axes the first
+        element is used. Return None if the numbers are unknown.
         """
         numbered, labels = self._numbered.get(operand), contraction.labels_of(operand)
         if numbered is None or not numbered.numbers.numel():
@@ -247,9 +248,9 @@ class TokenNumbers:
         return numbered._replace(numbers=numbers)
 
     def _mix(self, call: FunctionCall, result: Tensor) -> None:
-        """Record that each element of the `result` of a product belongs to several tokens, if the product sums over
-        tokens, as where a matrix reorders them. The result then has the numbers of the first of them, so that it is not
-        taken for the tokens in their order.
+        """Record the token numbers of the `result` of a product that sums over tokens, as where a matrix reorders them.
+        Each element then belongs to several tokens, and has the number of the first one. So reordered tokens are not
+        taken for tokens in their original order.
         """
         contraction = contraction_of(call.function, call.args, call.kwargs)
         operands = () if contraction is None else zip(contraction.operands, contraction.labels, strict=True)
@@ -271,7 +272,8 @@ class TokenNumbers:
 
     def _repeat(self, call: FunctionCall, result: Any, known: list[Tensor]) -> None:
         """Record the token numbers of the `result` of a function that selects or reorders elements of `known`. They
-        stay unknown if an argument without numbers, such as cached keys, has more elements.
+        stay unknown if an argument without numbers, such as cached keys, has more elements than the largest tensor in
+        `known`.
         """
         before = [numbered for tensor in known if (numbered := self._numbered.get(tensor)) is not None]
         has_indices = any(not tensor.is_floating_point() and not tensor.is_complex() for tensor in call.tensors)
@@ -307,8 +309,8 @@ class _JoinedMaps(NamedTuple):
 
 
 def _joined_maps(parts: list[NumberedTokens], call: FunctionCall) -> _JoinedMaps | None:
-    """Return the linear maps of which a function call concatenates tokens. Return None for one map, and for features of
-    the same tokens.
+    """Return the linear maps whose results a function call concatenates along tokens; `parts` has their token numbers.
+    Return None if there is only one map, or if the call concatenates features of the same tokens.
     """
     parts = [each for each in parts if each.numbers.numel()]
     maps = list(dict.fromkeys(each.linear_map for each in parts))
@@ -331,7 +333,8 @@ def numbers_after(
     call: FunctionCall, result: Any, numbers_of: Callable[[Tensor], Tensor | None], largest: int | float
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Return the tensors in the `result` of a function that selects or reorders elements, each with the numbers of its
-    elements. To compute them, the call is repeated with numbers in place of elements. They are None if this fails.
+    elements, such as token numbers. To compute the numbers, the call is repeated with numbers in place of elements.
+    They are None if this fails.
 
     Args:
         call: the call.
@@ -364,8 +367,8 @@ def numbers_after(
 
 
 def _numbers_among(argument: Any, numbers_of: Callable[[Tensor], Tensor | None], largest: int | float) -> Any:
-    """Return an argument of a function call with numbers in place of tensor elements. Elements of unknown numbers
-    become 0.
+    """Return an argument of a function call in which each tensor of floating-point or complex numbers is replaced by
+    the numbers of its elements, such as token numbers. Elements whose numbers are unknown become 0.
 
     Raises:
         ValueError: a tensor without numbers has more elements than `largest`.
@@ -520,12 +523,14 @@ class LookedUpIds:
                 self._derived.set(tensor, self._after(call, integers, module_calls))
 
     def move(self, tensor: Tensor, other: Tensor) -> None:
-        """Make the record of how `tensor` was computed from ids that of `other`."""
+        """Record that the tensor of integers `other` was computed from token ids in the same way as `tensor`."""
         if tensor.dtype in INTEGERS:
             self._derived.set(other, self._of(tensor))
 
     def are_read_by(self, content: int) -> bool:
-        """Return True if ids that were looked up are among the sources `content` of a tensor."""
+        """Return True if a tensor with the sources `content` depends on token ids that the model has looked up in a
+        table of embeddings.
+        """
         return any(each.source & content for each in self._lookups)
 
     @property
@@ -572,13 +577,15 @@ class LookedUpIds:
         return self._derived.get(tensor) or _Derived((tensor,))  # an argument or a constant
 
     def _are_ids(self, tensors: Sequence[Tensor], module_calls: Sequence[RunningModule]) -> bool:
-        """Return True if some of `tensors` were computed from the token ids that a running module was called with."""
+        """Return True if some of `tensors` were computed from the token ids with which a running module was called."""
         arguments = [named_arguments(module_call.arguments) for module_call in module_calls]
         ids = [value for each in arguments for name, value in each.items() if name.endswith("input_ids")]
         return any(root is value for tensor in tensors for root in self._of(tensor).roots for value in ids)
 
     def _after(self, call: FunctionCall, integers: list[Tensor], module_calls: Sequence[RunningModule]) -> _Derived:
-        """Return how the result of a function call was computed from the `integers` among its arguments."""
+        """Return a record of how the result of a function call was computed from `integers`, which are among its
+        arguments: from which ids, and if these were moved or changed.
+        """
         function, first = call.function, call.tensors[0]
         is_view = (function in VIEWS or function in SELECTIONS) and first is integers[0]
         content, indices = (integers[:1], integers[1:]) if is_view else (integers, [])
@@ -619,24 +626,24 @@ def _are_equal(ids: Tensor, others: Tensor) -> bool:
 
 
 def _are_of_argument(ids: Tensor, argument: Tensor) -> bool:
-    """Return True if `ids` are those of the `argument`, perhaps in another shape."""
+    """Return True if the token `ids` are the same as those in `argument`, perhaps in another shape."""
     if ids.numel() != argument.numel():
         return False
     return (ids.ndim == 2 and _are_equal(ids.T, argument)) or _are_equal(ids.reshape(argument.shape), argument)
 
 
 def _are_parts(lookups: list[_Lookup], argument: Tensor) -> bool:
-    """Return True if the ids of `lookups`, one after the other, are those of the `argument`."""
+    """Return True if the token ids of `lookups`, concatenated, are the same as those in `argument`."""
     if any(each.ids.ndim != 2 or len(each.ids) != len(argument) for each in lookups):
         return False
     return _are_equal(torch.cat([each.ids.to(argument) for each in lookups], 1), argument)
 
 
 def _are_names(lookups: list[_Lookup], argument: Tensor, are_known: bool) -> bool:
-    """Return True if the computed ids of `lookups`, taken together, are other names of the tokens in `argument`, as
-    hashes or ids with an offset are: equal for equal tokens, and different for different ones. Where a single lookup
-    has some ids of the argument, the model has changed the others. `are_known` is True if the model also looks up the
-    ids of the argument, so that the others may be any numbers.
+    """Return True if the ids of `lookups` were computed by the model and stand for the same tokens as `argument`, as
+    hashes or ids with an offset do. Taken together, they must be equal for equal tokens, and different for different
+    ones. If a single lookup has some ids of the argument, the model has changed the others: return False. `are_known`
+    is True if the model also looks up the ids of the argument, so that the computed ones may be any numbers.
     """
     if not all(each.derived.is_computed for each in lookups):
         return False

@@ -31,9 +31,9 @@ _MAPS = ADDED_PRODUCTS | CONVOLUTIONS | {F.linear}
 
 def report_averages(call: FunctionCall) -> None:
     """Report the running module to the interceptors if a function call computes an average by weights that are not
-    followed as attention weights. The call is a product of two activations, summed over an axis along which one of them
-    is normalised: it has no negative number, and its sums are 1, or 0 if everything is hidden. Products of queries and
-    keys without negative numbers are reported although they are not normalised.
+    followed as attention weights. Such a call multiplies two activations and sums over an axis. One of the two is
+    normalised along this axis: it has no negative number, and its sums are 1, or 0 if everything is hidden. A product
+    of queries and keys without negative numbers is reported although it is not normalised.
 
     An average over features of the same token, such as one over experts, is not reported.
     """
@@ -52,7 +52,9 @@ def report_averages(call: FunctionCall) -> None:
 
 
 def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> str | None:
-    """Return why the product of `weights` and `values` may be attention that is not followed; None if it is none."""
+    """Return the reason why the product of `weights` and `values` may be attention that is not followed. Return None if
+    the product does not look like attention.
+    """
     labels, labels_of_values = contraction.labels_of(weights), contraction.labels_of(values)
     summed = [axis for axis, label in enumerate(labels) if label in contraction.summed and label in labels_of_values]
     sizes = zip(labels_of_values, values.shape, strict=True)
@@ -81,9 +83,9 @@ def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> st
 
 def report_new_tensors(call: FunctionCall, result: Any) -> None:
     """Record in the running module if an argument of a function call may be the output of attention by functions that
-    are not followed, such as scripted ones. No followed function has computed the tensor, and before it
-    appears, the module has computed three projections, or one that may consist of three, of its size. If the call is a
-    projection, take note of it.
+    are not followed, such as scripted ones. Such a tensor was computed by no followed function, and before it appeared,
+    the module computed projections whose sizes fit its queries, keys and values. If the call itself is a projection,
+    record its size.
     """
     owner = _owner()
     if owner.projected:
@@ -93,8 +95,8 @@ def report_new_tensors(call: FunctionCall, result: Any) -> None:
 
 
 def report_new(owner: RunningModule, tensors: list[Any]) -> None:
-    """Record in the module call `owner` that one of `tensors` may be the output of attention by functions that are not
-    followed, if it may be. The module is reported at the end of the call, unless attention is found in it.
+    """Record in the module call `owner` if attention by functions that are not followed may have computed one of
+    `tensors`. The module is reported at the end of the call, unless attention is found in it.
     """
     projected = owner.projected
     trace = current_trace()
@@ -110,7 +112,7 @@ def report_new(owner: RunningModule, tensors: list[Any]) -> None:
 
 
 def _owner() -> RunningModule:
-    """Return the innermost running call of a module that contains others; it computes with their projections."""
+    """Return the innermost running call of a module that contains other modules, such as its projections."""
     trace = current_trace()
     for call in reversed(trace.module_calls):
         if call.module._modules:
@@ -124,8 +126,8 @@ def _is_computed(tensor: Tensor) -> bool:
 
 
 def is_projected(tensor: Tensor) -> bool:
-    """Return True if a tensor was computed from activations by a linear map or a product of activations. This is False
-    for inputs, parameters and masks, and for what follows from positions.
+    """Return True if a tensor was computed from activations by a linear map or a product of activations. Return False
+    for inputs, parameters and masks, and for tensors computed from positions alone.
     """
     trace = current_trace()
     origin = trace.lineage.origin(tensor, trace.module_calls)
@@ -133,16 +135,17 @@ def is_projected(tensor: Tensor) -> bool:
 
 
 def _may_be_of_tokens(contraction: Contraction, weights: Tensor, values: Tensor, label: Label | None) -> bool:
-    """Return True if the axis `label`, over which a product is summed, may be tokens. Return False if one of `weights`
-    and `values` is known to have features along this axis, such as experts, unless the other one has tokens there.
+    """Return True if the axis `label`, over which a product is summed, may be tokens. Return False if `values` are
+    known to have features along this axis, such as experts. If `weights` are known to have features there, return True
+    only if `values` are known to have tokens there.
     """
     of_weights, of_values = (_are_tokens(contraction, operand, label) for operand in (weights, values))
     return of_values is not False if of_weights is not False else of_values is True
 
 
 def _are_tokens(contraction: Contraction, operand: Tensor, label: Label | None) -> bool | None:
-    """Return True if an axis of a factor has another token in each element, False if all of its elements are features
-    of one token, and None if this is unknown.
+    """Return True if elements along an axis of `operand`, a factor of a product, belong to different tokens, False if
+    all of them are features of one token, and None if this is unknown. `label` is the axis.
     """
     numbered = current_trace().lineage.tokens.along(contraction, operand, label)
     if numbered is None:

@@ -60,23 +60,22 @@ def uniform_weights(
 
 
 def hidden_by_scores(scores: Float[Tensor, "*rows keys"], *, may_be_masked: bool) -> Bool[Tensor, "*rows keys"]:
-    """Return True at keys that are hidden by their scores. A score of -inf hides a key. If `may_be_masked`, a large
-    negative number does so too, since it may come from an additive mask.
+    """Return a mask that is True at keys which are hidden by their scores. A score of -inf hides a key. If
+    `may_be_masked`, a large negative number does so too, since it may come from an additive mask.
     """
     return (with_infinite(scores) if may_be_masked else scores) == -torch.inf
 
 
 def record_weights(tensor: Tensor, weights: Weights) -> None:
-    """Store how `tensor` was computed as attention weights."""
+    """Store `weights`, the record of how `tensor`, which contains attention weights, was computed."""
     weights = replace(weights, version=version_of(tensor), is_overwritten=False)
     current_trace().attention.weights.set(tensor, weights)
 
 
 def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | None:
     """Return the record of a tensor that contains attention weights; None if it is not known to contain any. If the
-    model has changed the tensor in place, possibly as a view of the same memory, the record states that the weights are
-    scaled, and counts weights that are 0 as filled with zeros. `writer` is the running function call, which may have
-    changed the tensor.
+    model has changed the tensor in place, perhaps through a view, its weights count as scaled, and those that are 0 as
+    filled with zeros. `writer` is the running function call, which may have changed the tensor.
     """
     trace = current_trace()
     weights = trace.attention.weights.get(tensor)
@@ -100,9 +99,9 @@ def weights_of(tensor: Tensor, writer: FunctionCall | None = None) -> Weights | 
 
 
 def before_overwriting(call: FunctionCall) -> None:
-    """Prepare a function call of the model that may overwrite tensors in place. Scores that are read later are copied.
-    Weights whose memory is overwritten are marked, unless the call is one of those that are followed. What was recorded
-    of a tensor `out` is discarded, since its content is replaced.
+    """Prepare a function call of the model that may overwrite tensors in place. Attention scores that are read later
+    are copied. Attention weights whose memory is overwritten are marked, unless the call is one that is followed, such
+    as dropout or a mask. The records of a tensor that is passed as `out` are discarded, since its content is replaced.
     """
     trace = current_trace()
     attention = trace.attention
@@ -192,8 +191,9 @@ def average_keys(weights: Weights, tensor: Tensor, key_axis: int) -> bool:
 
 
 def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, index: int | None) -> Weights:
-    """Return the record of a view with these `axes` of `tensor`, as made by `reshape` or an index. `index` is its
-    number among the results; None if the function returns one tensor.
+    """Return the record of attention weights for a view of `tensor` with these `axes`, as made by `reshape` or an
+    index. `weights` is the record of `tensor`. `index` is the number of the view among the results; None if the
+    function returns one tensor.
     """
     repeat = call.as_function_of(tensor)
 
@@ -215,8 +215,9 @@ def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, inde
 
 
 def _zeroed_by(before: Tensor, undropped: Tensor | None, result: Tensor) -> Bool[Tensor, "*shape"] | None:
-    """Return True where a function has set attention weights to 0, such as a product with a mask of 0 and 1; None if
-    nowhere. If it overwrote the weights `before`, each weight that is 0 counts as set.
+    """Return a mask that is True where a function has set attention weights to 0, such as a product with a mask of 0
+    and 1. Return None if it has set none. If the function overwrote the weights `before` in place, each weight that is
+    0 counts as set.
     """
     is_zero = (result if undropped is None else undropped).detach() == 0
     if before is not result:
@@ -225,7 +226,9 @@ def _zeroed_by(before: Tensor, undropped: Tensor | None, result: Tensor) -> Bool
 
 
 def _undropped_after(call: FunctionCall, tensor: Tensor, weights: Weights) -> Tensor | None:
-    """Return the weights without dropout after a function call; None if the model applied no dropout."""
+    """Return attention weights as they would be without dropout, after a function call that is applied to `tensor`;
+    None if the model applied no dropout.
+    """
     if weights.undropped is None:
         return None
     with torch.no_grad():
