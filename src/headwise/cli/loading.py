@@ -69,7 +69,7 @@ class CausalRunFlags(RunFlags):
 
 @dataclass(frozen=True)
 class OpenRun:
-    """Run of a command over data that has started: its options, the location of the model, the tokenized data, and the
+    """A started run of a command that reads data: its options, the location of the model, the tokenized data, and the
     device of this process. If several processes share the work, `is_first` is True in the first one, which prints
     results and writes pages.
     """

@@ -228,8 +228,8 @@ TORCH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class AcceleratedHooks(UncopiedHooks):
-    """Forward hooks of one module of a model whose attention headwise's kernels compute (`accelerate`). They register
-    the module as running when its `forward` starts, and remove it when its `forward` ends.
+    """Forward hooks of one module of an accelerated model (headwise's kernels compute its attention). They mark the
+    module as running when its `forward` starts, and as no longer running when its `forward` ends.
     """
 
     def __init__(self, recorder: CallRecorder, path: str) -> None:

@@ -106,9 +106,8 @@ class Replay:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Return a context in which the outputs of modules are recorded while the model runs once. The new recording
-        replaces an earlier one. At the end, two kinds of outputs are discarded because they cannot be reused: outputs
-        of module calls that ended after attention began in the last attention module, and outputs that were later
-        modified in place.
+        replaces an earlier one. At the end, an output is kept for reuse in later runs only if its module call had ended
+        before the last attention module began. Outputs that were later modified in place are discarded, too.
         """
         self._calls, self._attention_start, self._ended = {}, {}, 0
         counts: Counter[str] = Counter()

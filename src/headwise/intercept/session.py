@@ -41,7 +41,7 @@ class Interception(Protocol):
 
 class _Paused:
     """Context in which attention calls are not intercepted. While it is open, the torch function mode that intercepts
-    torch's functions is off, unless a second mode was entered after that mode.
+    torch's functions is off. If another mode was entered after it, it stays on, but lets all calls pass.
     """
 
     __slots__ = ("_before", "_mode", "_session")

@@ -116,7 +116,7 @@ def trace_from_log(following: Following) -> None:
 
 
 def _run(func: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `own`, torch's original function for `func`, or `func` itself if it is an operator under `torch.ops`."""
+    """Call `func` if it is an operator under `torch.ops`, and otherwise `own`, torch's original function for `func`."""
     return (func if isinstance(func, OTHER_OPERATORS) else own)(*args, **kwargs)
 
 

@@ -190,8 +190,8 @@ _DERIVED: WeakKeyDictionary[nn.Module, tuple[str, HeadSlices]] = WeakKeyDictiona
 
 
 def _derived(model: nn.Module, heads: Mapping[str, int | None], inputs: Any) -> dict[str, HeadSlices]:
-    """Return the slices of parameters that compute each head's query and key, for modules of unknown classes, by path.
-    They are derived from a run on `inputs`, once for each module.
+    """Return the slices of parameters that compute each head's query and key, by the path of the attention module, for
+    modules whose class headwise does not know. They are derived from a run on `inputs`, and kept for later calls.
     """
     known = {path: _DERIVED.get(model.get_submodule(path), ("", ())) for path in heads}
     slices = {path: of_heads for path, (name, of_heads) in known.items() if of_heads and name == path}
@@ -214,8 +214,8 @@ def _slices_of_modules(
     model: nn.Module, head_logits: Iterable[ClippedHead], inputs: Any, *, is_complete: bool
 ) -> dict[str, HeadSlices]:
     """Return the slices of parameters that compute each head's query and key, by the path of the attention module. For
-    modules of unknown classes, the slices are derived from a run on `inputs`. `is_complete` states that `head_logits`
-    contains all heads of each module.
+    modules whose class headwise does not know, the slices are derived from a run on `inputs`. `head_logits` names the
+    heads. If `is_complete` is True, these are all heads of their modules.
     """
     heads_of: dict[str, set[int]] = {}
     for each in head_logits:

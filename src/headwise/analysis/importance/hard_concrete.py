@@ -129,8 +129,8 @@ def _stretched(gates: Tensor) -> Tensor:
 
 
 class _GateFit:
-    """Object that fits the random gates of all heads once, with its own Adam optimiser. `seed` is the seed of the
-    random noise of the gates.
+    """One fit of the random gates of all heads, with its own Adam optimiser. Other fits differ in `seed`, the seed of
+    the random noise of the gates.
 
     Attributes:
         log_alpha: the learned parameter of each head's gate, by site.

@@ -52,7 +52,7 @@ class Origin(NamedTuple):
 
     @property
     def sources(self) -> int:
-        """All sources of the tensor (tensors on which it depends), from before and after its last linear map."""
+        """All sources of the tensor (tensors on which it depends), as the bits of an int."""
         return self.projected | self.joined
 
 
