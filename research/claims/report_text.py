@@ -197,10 +197,11 @@ Step 2 of the proof that H heads have at most H slots that are right for every s
 must name the symbol j positions before, and W[j, k] is the amount that the symbol k positions before adds to its own
 logit in slot j. Take two symbols s and t. Consider the sequence that has s at distance j, and also at every distance
 k where W[j, k] < 0, and has t at all other distances. Here slot j must name s, so the logit of s must be above that
-of t. This means that W[j, j] > sum over all other k of |W[j, k]|. So W, restricted to the slots that are right for
-every sequence, is strictly diagonally dominant and has full rank (Levy-Desplanques theorem). But W is the product of
-a matrix with H columns and the attention weights of H heads, so its rank is at most H. So at most H slots are right
-for every sequence, and four slots need four heads.""",
+of t. The logit of s minus that of t is W[j, j] minus the sum over all other k of |W[j, k]|, so W[j, j] is larger than
+this sum. Hence W, restricted to the slots that are right for every sequence, is strictly diagonally dominant and has
+full rank (Levy-Desplanques theorem). But W is the product of two matrices, p_hj - q_hj with H columns and a_h(k) with
+H rows, so its rank is at most H. So at most H slots are right for every sequence, and the four slots of the task need
+four heads.""",
     "",
     """\
 The theorem states that a layer of H heads has at most H outputs that name their symbol (token) correctly in every

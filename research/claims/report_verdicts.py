@@ -24,7 +24,8 @@ def figures(results: Results) -> dict[str, str]:
         ),
         "capacity": f"one head is significantly worse than the best number in {_count(verdicts['capacity'])}",
         "parallel": "; ".join(_device(name, row) for name, row in devices.items()) or "no times were taken",
-        "regularises": "some number of heads has a smaller gap than one head, at no larger test loss, in "
+        "regularises": "some number of heads has a smaller gap between test and training loss than one head, at no "
+        "larger test loss, in "
         f"{_count(verdicts['regularises'])}",
         "robust": "removing half of the heads costs a smaller share with many heads than with one head in "
         f"{_count(verdicts['robust'])}",

@@ -20,7 +20,7 @@ This report measures how important each attention head of two real models is: Sm
 all-MiniLM-L6-v2. `research/findings/report.py` writes it from the results of `make findings`. The rules of the
 measurement and of every test were written first: `research/findings/rules.md` has them, with their date. Every number
 is a mean with a standard error that is clustered by document, on the same data for all heads. Differences are computed
-for each document. The documents are topics of the language reference that comes with Python, drawn with a seed. The
+for each document. The documents are topics of Python's language reference, drawn with a seed. The
 conclusions hold for these two models on these documents. Head 6 of layer 18 is written 18.6; both numbers start at 0.
 Unless stated otherwise, a head is removed by multiplying its output, before the output projection, by 0."""
 

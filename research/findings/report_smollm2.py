@@ -110,9 +110,8 @@ def outlying_documents(ablation: hw.Ablation) -> list[str]:
     lines = [
         f"{verb.format(', '.join(moved))} among the first {MOST} heads by the mean of the effects on documents, but "
         "not by the median. An effect is the rise of the loss when a head is removed. The table shows the documents on "
-        "which this effect is an outlier. "
-        "Documents are topics of the language reference. The score is the distance of the effect on a document from "
-        "the median effect, in scaled median absolute deviations.",
+        "which this effect is an outlier. Documents are topics of Python's language reference. The score is the "
+        "distance of the effect on a document from the median effect, in scaled median absolute deviations.",
         "",
     ]
     return lines + markdown_table(("head", "document", "effect", "median", "score"), rows)

@@ -113,9 +113,10 @@ FUSED_COSTS = f"""\
 ## How the fastest backend is predicted
 
 By default (`backend=None`), headwise computes an attention call on a CPU with the backend `native` if this backend
-supports the call. docs/backends.md lists the exceptions, in which `fused` runs. For most other calls, headwise predicts
-the costs of `fused` and `blockwise`, and uses the cheaper one. The unit of cost is the time that torch's fused kernel
-needs for one attention score at head_dim 64. The costs were measured on two CPU cores with AVX-512:
+supports the call. docs/backends.md lists the exceptions, in which `fused` runs. For most calls that `native` does not
+support, headwise predicts the costs of `fused` and `blockwise`, and uses the cheaper one. The unit of cost is the time
+that torch's fused kernel needs for one attention score at head_dim 64. The costs were measured on two CPU cores with
+AVX-512:
 
 | `fused` | predicted cost |
 | --- | --- |

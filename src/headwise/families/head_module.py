@@ -69,7 +69,7 @@ class HeadBlocks:
 
     @property
     def kind(self) -> HeadKind:
-        """Kind of the heads that the blocks belong to: "kv" for key/value heads, otherwise "query"."""
+        """Kind of the heads whose weights are in these blocks: "kv" for key/value heads, otherwise "query"."""
         return "kv" if self.part in ("key", "value") else "query"
 
     def view(self, parameter: Tensor) -> Float[Tensor, "heads width *others"]:

@@ -148,12 +148,14 @@ class HeldCall(AttentionSource):
 
     @property
     def axes(self) -> OutputAxes:
-        """Axes of values and queries of the output."""
+        """Axes of the output: the last one has the features of the values, the one before it the queries."""
         return OutputAxes(len(self.shape) - 1, (len(self.shape) - 2,))
 
     @property
     def weight_axes(self) -> list[int | None]:
-        """Numbers of the axes of the weights: those of the output, but for the axis of values."""
+        """Axis of the weights that corresponds to each axis of the output except the last one, the features of the
+        values: the axis with the same number.
+        """
         return list(range(len(self.shape) - 1))
 
     @property

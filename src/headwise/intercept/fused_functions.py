@@ -22,10 +22,10 @@ LIBRARY_PARTS = ("attn", "attention", "flash")
 
 
 def report_fused(call: FunctionCall, result: Any, module_calls: list[ModuleCall]) -> None:
-    """Report the running module to the interceptors as unreadable if `call` is a call of a fused attention function.
-    Its name, or that of its library, must contain a term such as "attention". At least three of its arguments must have
-    a shape and dtype that queries, keys and values can have. An operator of another library than torch is also
-    reported, whatever its name, if it may compute attention.
+    """Report the running module to the interceptors as unreadable if `call` is a call of a fused attention function. A
+    function counts as one if two conditions hold: its name, or that of its library, contains a term such as
+    "attention", and at least three arguments have a shape and dtype that queries, keys and values can have. An operator
+    of another library than torch also counts, whatever its name, if a test of its results shows that it may attend.
     """
     name = _attention_name(call.function)
     if name is not None:

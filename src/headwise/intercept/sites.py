@@ -369,8 +369,8 @@ class SiteRegistry(Interceptor):
         return paths
 
     def require_stated(self, paths: Iterable[str]) -> None:
-        """Raise `InputError` if the model ran, but no attention was found in one of the modules at `paths`, about whose
-        attention the user has made statements.
+        """Raise `InputError` if the model ran, but no attention was found in one of the modules at `paths`: those
+        that the user has named in the argument `sites` of `watch`.
         """
         seen = [*(site.path for site in self._records), *set().union(*self._unreadable.values())]
         for path in paths if self.ran else ():

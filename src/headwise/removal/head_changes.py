@@ -90,8 +90,9 @@ def average_heads(
 
 @torch.no_grad()
 def _change(model: nn.Module, module: HeadModule, change: Callable[[Tensor, HeadBlocks], Tensor]) -> None:
-    """Apply a function to the weights of all heads in the parameters of an attention module, in place, in float64. Its
-    arguments are the weights `(heads, width, other)` of one kind, such as queries, and their location.
+    """Change the weights of all heads of an attention module in place, in float64. The function `change` is called once
+    for each `HeadBlocks`, such as those of the queries. Its arguments are the weights there, as `(heads, width, other)`
+    with all other axes of the parameter in one, and the `HeadBlocks`. It returns the new weights.
     """
     for blocks in module.blocks:
         part = blocks.view(model.get_parameter(blocks.parameter))

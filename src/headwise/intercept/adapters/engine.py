@@ -297,7 +297,7 @@ def packed_call(
 
 
 def _rank(places: PackedSequences) -> Int[Tensor, "sequences longest"]:
-    """Return the index of each token in its sequence, for packed sequences that were padded to a batch. The index is 0
-    at padding before the tokens.
+    """Return the index of each token in its sequence, for packed sequences that were padded to a batch. At
+    padding it is the index of the last token before, or 0 if there is none.
     """
     return (places.is_real.cumsum(1) - 1).clamp(min=0)

@@ -81,12 +81,13 @@ class ComparedAxes(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Places in a product of queries and keys, along one axis, from which the elements of one tensor were computed.
+    """For each element of a tensor that was computed from attention scores: the index, along one axis of the product of
+    queries and keys, of the score from which it was computed. It shows how the model has moved the scores.
 
     Attributes:
-        numbers: number of the place of each element; numbers below `first` stand for unknown places.
-        first: number of the first place; numbers are unique among all products.
-        size: number of places of the product along the axis.
+        numbers: `first` plus this index, for each element; a number below `first` stands for an unknown index.
+        first: number for the index 0. The numbers of different products differ.
+        size: size of the product along the axis.
         added: origins of the queries and keys of all products of which the tensor is the sum, except those whose
             elements were moved to other places before; none for a single product.
     """

@@ -38,7 +38,7 @@ FLOAT32_BLOCK_OVERHEAD, BFLOAT16_BLOCK_OVERHEAD = 2**17, 2**18
 class Float32Scores:
     """Computes the scores of blockwise attention in float32 or float64, one tile (rectangle of the score matrix) at a
     time, and in the backward pass the gradients of the scores. Scores are divided by ln 2, so the unnormalized weight
-    of a key is 2^score. The largest score of each row is subtracted from all scores of the row.
+    of a key is 2^score. The largest score of each row in the tile is subtracted from all scores of this row.
 
     Attributes:
         largest_uncapped: largest score of each row of the latest tile before the softcap and without the bias; None
