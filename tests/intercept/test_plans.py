@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import headwise as hw
@@ -565,3 +566,130 @@ def test_arguments_that_contain_themselves_have_no_plan(make, followed):
             proj.weight[:, 8 * head : 8 * (head + 1)] = 0.0
         torch.testing.assert_close(gated, model(inputs(), others)["output"])
     assert not followed
+
+
+# -- caches of keys and values ---------------------------------------------------------------------------------------
+
+
+def decoder(name):
+    """Return a tiny decoder: a family, or one in which a layer without a window precedes one with a window."""
+    if name != "mixed windows":
+        return family(name, "sdpa")
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
+    windows = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(vocab_size=97, intermediate_size=37, **sizes, **windows)
+    return transformers.AutoModel.from_config(config).eval()
+
+
+def steps(*sizes, change=None, after=None):
+    """Function that calls a decoder with a prompt and further tokens, of these numbers, and a growing cache. After one
+    of the calls, `change` may change the cache.
+    """
+    generator = torch.Generator().manual_seed(sum(sizes))
+    tokens = torch.randint(0, 97, (2, sum(sizes)), generator=generator).split(sizes, 1)
+
+    def run(model):
+        cache, outputs = transformers.DynamicCache(config=model.config), []
+        for number, each in enumerate(tokens):
+            outputs.append(model(each, past_key_values=cache).last_hidden_state[:, -1])
+            if number == after:
+                change(cache)
+        return torch.stack(outputs)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral, window 4", "mixed windows"])
+def test_decoding_steps_follow_a_plan_and_have_the_same_rows(name, followed, traced):
+    model = decoder(name)
+    calls = [steps(5, *9 * [1]), steps(3, *12 * [1]), steps(5, *9 * [1]), steps(7, 3, 3, 3, 1, 1)]
+    require_equal(watched(model, *calls), traced(decoder(name), *calls))
+    cached = [following.plan.cached for following in followed]
+    assert len(cached) > 20
+    assert {7, 8, 13} <= set(cached)
+
+
+def test_generation_with_padding_and_beams_follows_a_plan_and_has_the_same_rows(followed, traced):
+    def generated(model):
+        options = {"max_new_tokens": 6, "min_new_tokens": 6, "num_beams": 2, "pad_token_id": 0, "do_sample": False}
+        return model.generate(input_ids=TOKENS, attention_mask=PADDED["left"], **options)
+
+    model = decoder_of("decoder", top="ForCausalLM")
+    require_equal(watched(model, *3 * [generated]), traced(decoder_of("decoder", top="ForCausalLM"), *3 * [generated]))
+    assert len(followed) > 8
+
+
+class OtherLayer(transformers.cache_utils.DynamicLayer):
+    """Layer of a cache whose class is unknown."""
+
+
+CACHE_CHANGES = {
+    "cropped": lambda cache: cache.crop(-2),
+    "reordered": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "without a layer's tokens": lambda cache: cache.layers[1].crop(-1),
+    "with other keys": lambda cache: cache.layers[0].keys.neg_(),
+    "of another class": lambda cache: setattr(
+        cache.layers[1], "__class__", type("Other", (type(cache.layers[1]),), {})
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CACHE_CHANGES)
+def test_a_changed_cache_has_the_same_rows_with_a_plan(change, followed, traced):
+    model, plain = decoder("llama"), steps(5, *6 * [1])
+    changed = steps(5, *6 * [1], change=CACHE_CHANGES[change], after=3)
+    require_equal(
+        watched(model, plain, changed, plain, changed), traced(decoder("llama"), plain, changed, plain, changed)
+    )
+    assert followed
+
+
+def test_gates_of_decoding_steps_with_a_plan_change_the_same_heads(followed, monkeypatch):
+    results = []
+    for _ in range(3):
+        with torch.no_grad(), hw.gate(model := decoder("llama"), {(1, 2): 0.0}):
+            results.append(steps(5, *6 * [1])(model))
+    model = decoder("llama")
+    for _ in range(3):
+        with torch.no_grad(), hw.gate(model, {(1, 2): 0.0}):
+            results.append(steps(5, *6 * [1])(model))
+    assert len(followed) > 10
+    for each in results[1:]:
+        torch.testing.assert_close(each, results[0])
+
+
+def test_a_step_that_contradicts_a_grown_plan_is_named(monkeypatch):
+    layer = transformers.models.llama.modeling_llama.LlamaAttention
+    forward = layer.forward
+
+    def other_from_ten(self, hidden_states, *args, past_key_values, **kwargs):
+        if self.layer_idx and past_key_values.get_seq_length(self.layer_idx) >= 10:
+            hidden_states = hidden_states.clone()
+        return forward(self, hidden_states, *args, past_key_values=past_key_values, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", other_from_ten)
+    model = decoder("llama")
+    ((rows, messages, _),) = watched(model, steps(5, *4 * [1]))
+    assert rows
+    assert not messages
+    with pytest.raises(hw.InputError, match=plans.OTHER_WAY), hw.watch(model), torch.no_grad():
+        steps(5, *9 * [1])(model)
+
+
+def test_plans_are_joined_only_if_whole_numbers_alone_differ_linearly():
+    def plan(cached, *steps):
+        return plans.Plan([(torch.add, ("alpha",), step) for step in steps], [], frozenset(), frozenset(), [], cached)
+
+    first = plan(4, ((1,), 9, (tuple, 4, (2,))), ((3,), 2.0, 7))
+    assert first.joined(plan(4, *first.steps)) is None
+    second = plan(6, ((1,), 13, (tuple, 6, (2,))), ((3,), 2.0, 7))
+    for one, other in ((first, second), (second, first)):
+        joined = one.joined(other)
+        assert [joined.with_cached(each) for each in (3, 4)] == [None, joined]
+        expected = [(torch.add, ("alpha",), ((1,), 19, (tuple, 9, (2,)))), first.steps[1]]
+        assert joined.with_cached(9).steps == expected
+    for values in (((2,), 13, (tuple, 6, (2,))), ((1,), 12, (tuple, 6, (2,))), ((1,), 13, (tuple, 6, (4,)))):
+        assert first.joined(plan(6, values, ((3,), 2.0, 7))) is None
+    assert first.joined(plan(6, second.steps[0][2], ((3,), 4.0, 7))) is None
+    assert first.joined(plan(6, second.steps[0][2])) is None

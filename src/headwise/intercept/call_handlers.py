@@ -249,8 +249,8 @@ def _record(
     if recording is None or step.number is None:
         return
     is_in_order = tokens is not None and are_in_order(tokens, grid)
-    is_of_this_call = not (sources.may_be_cached or sources.is_recurrent or sources.are_moved)
-    if not is_of_this_call or (tokens is not None and not is_in_order):
+    is_cached = sources.may_be_cached and not recording.has_cache
+    if is_cached or sources.is_recurrent or sources.are_moved or (tokens is not None and not is_in_order):
         recording.fail()
     of_keys = frozenset() if site.cross or origins is None or origins.k is None else origins.k.maps
     sources, site = sources._replace(tokens=None), site._replace(part=0)

@@ -10,12 +10,17 @@ each step with the plan, so that the same facts hold. Mask, padding and token id
 If a step differs before the model has attended, another plan may state it; otherwise the call is traced from there. If
 a step differs later, the modules that attend in this call are left out by name.
 
+In generation, each call has one more token in its cache of keys and values. Two traced calls with different numbers of
+cached tokens show which numbers in the steps grow with it, and how. Later calls with at least as many cached tokens
+follow a plan in which these numbers have grown accordingly (`Plan.with_cached`).
+
 A plan is followed only by calls with the same
 
 - module that is called, and state of its modules (`ModuleStates`): the modules and parameters themselves, training
   mode, numbers, flags and names among their attributes and in their configurations, the number of their hooks, and
   methods `forward` of single objects;
-- names, kinds and sizes of the arguments, the numbers and strings among them, and the same tensors in two places;
+- names, kinds and sizes of the arguments, the numbers and strings among them, and the same tensors in two places; of a
+  cache of keys and values, classes and sizes except the number of tokens;
 - gradient mode, inference mode, autocast, and number of torch function modes (`PlanKey`);
 - interception: one model, nothing stated by the user, and interceptors that change outputs or only observe.
 
@@ -43,6 +48,11 @@ from headwise.intercept.trace.tokens import ComparedTokens, LinearMapCall, Numbe
 from headwise.intercept.unreadable_tensors import has_no_numbers
 from headwise.shapes import Int
 
+GROWING_CACHES = frozenset(
+    f"transformers.cache_utils.{name}" for name in ("DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer")
+)
+"""Names of the classes of caches, and of their layers, to which a call of a model adds the keys of its tokens."""
+
 MOST_KINDS, MOST_VARIANTS = 256, 4
 """Largest numbers of kinds of calls for which plans of one model are kept, and of plans for each kind."""
 
@@ -57,6 +67,9 @@ DEVICES = ("cpu", "cuda")
 
 _STATED = (int, type(None), bool, str, float, torch.dtype, torch.device)
 """Types of inputs and of attributes of modules that are compared by value."""
+
+_CONTAINERS = (tuple, list, slice, torch.Size)
+"""Types of arguments that contain others, in which whole numbers may grow with a cache of keys and values."""
 
 _SINGLE = (EllipsisType, torch.layout, torch.memory_format)
 """Types of arguments of which each value is one object."""
@@ -267,6 +280,19 @@ class Steps:
         return nn.Parameter, id(tensor)
 
 
+class Growing(NamedTuple):
+    """Whole number among the arguments of a torch function that grows with the number of tokens in a cache of keys and
+    values, as the number of keys does.
+
+    Attributes:
+        first: the number in the first of two traced calls.
+        slope: how much it grows with each token in the cache.
+    """
+
+    first: int
+    slope: int
+
+
 class Plan(NamedTuple):
     """Facts about all attention of a model, which were derived in one call of the model while its torch functions were
     traced. Later calls of the same kind reuse them.
@@ -277,6 +303,9 @@ class Plan(NamedTuple):
         around: paths of the modules around attention.
         other_paths: paths of all other modules that ran.
         parameters: the parameters in the steps, which state their identities.
+        cached: number of tokens in the cache of keys and values that the model was called with; 0 without a cache.
+        growing: steps that depend on this number, by their index, with `Growing` in place of the numbers that grow;
+            None if only one number of tokens was traced, so that it is unknown how the steps depend on it.
     """
 
     steps: list[FunctionStep]
@@ -284,6 +313,66 @@ class Plan(NamedTuple):
     around: frozenset[str]
     other_paths: frozenset[str]
     parameters: list[ref[Tensor]]
+    cached: int = 0
+    growing: dict[int, FunctionStep] | None = None
+
+    def joined(self, other: "Plan") -> "Plan | None":
+        """Return a plan for calls with at least as many tokens in their cache as in one of two traced calls, which this
+        plan and `other` describe. Return None if the calls differ in more than whole numbers that may grow linearly
+        with the number of tokens.
+        """
+        first, second = sorted((self, other), key=lambda plan: plan.cached)
+        if first.cached == second.cached or first.calls != second.calls or len(first.steps) != len(second.steps):
+            return None
+        growing: dict[int, FunctionStep] = {}
+        for index, (one, another) in enumerate(zip(first.steps, second.steps, strict=True)):
+            if one == another:
+                continue
+            if one[:2] != another[:2]:
+                return None
+            try:
+                values = [_grown(*pair, second.cached - first.cached) for pair in zip(one[2], another[2], strict=True)]
+            except ValueError:
+                return None
+            growing[index] = *one[:2], tuple(values)
+        return first._replace(growing=growing)
+
+    def with_cached(self, cached: int) -> "Plan | None":
+        """Return the plan for calls with `cached` tokens in their cache of keys and values; None if the plan does not
+        state how the steps of such calls differ from those of the traced call.
+        """
+        if cached == self.cached:
+            return self
+        if self.growing is None or cached < self.cached:
+            return None
+        steps = self.steps.copy()
+        for index, (function, names, values) in self.growing.items():
+            steps[index] = function, names, tuple(_after_growth(value, cached - self.cached) for value in values)
+        return self._replace(steps=steps, cached=cached)
+
+
+def _grown(one: Any, other: Any, tokens: int) -> Any:
+    """Return the common description of an argument in two calls of a function, with `Growing` in place of each whole
+    number that grows linearly while the cache grows by `tokens`. Raise `ValueError` if the arguments differ in another
+    way.
+    """
+    if one == other:
+        return one
+    if type(one) is type(other) is int and not (other - one) % tokens:
+        return Growing(one, (other - one) // tokens)
+    # The description of a container starts with its type, that of a tensor with a number, which must be the same.
+    if not type(one) is type(other) is tuple or one[0] != other[0] or one[0] not in _CONTAINERS:
+        raise ValueError
+    return one[0], *(_grown(*pair, tokens) for pair in zip(one[1:], other[1:], strict=True))
+
+
+def _after_growth(value: Any, tokens: int) -> Any:
+    """Return the description of an argument after the cache has grown by `tokens`."""
+    if type(value) is Growing:
+        return value.first + value.slope * tokens
+    if type(value) is tuple and value and isinstance(value[0], type):
+        return tuple(_after_growth(each, tokens) for each in value)
+    return value
 
 
 _PLANS: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[tuple[Plan, bool]] | None]] = WeakKeyDictionary()
@@ -300,26 +389,33 @@ class PlanKey(NamedTuple):
     Attributes:
         model: the module that is called.
         kind: state of its modules, kind and sizes of its inputs, and settings of torch.
+        cached: number of tokens in a cache of keys and values among the inputs; 0 without one. Sizes of the inputs that
+            grow with it are not a part of `kind`.
     """
 
     model: nn.Module
     kind: Hashable
+    cached: int = 0
 
     @staticmethod
     def of(model: nn.Module, state: Hashable, arguments: Mapping[str, Any]) -> "PlanKey | None":
         """Return the key under which plans (stored facts about the model's attention) for a call of `model` are kept.
         Two calls have the same key if the `state` of the modules, the kinds and sizes of the `arguments`, and settings
-        of torch such as autocast are the same. Return None if an argument rules out a plan, such as a cache of keys and
-        values, or a list that contains itself.
+        of torch such as autocast are the same. Return None if an argument rules out a plan, such as a list that
+        contains itself, or a cache of keys and values of another class than `GROWING_CACHES`.
         """
         kinds: list[Hashable] = []
-        if has_no_numbers() or are_nested_deeply(arguments.values()) or not _add_kind(arguments, kinds, {}):
+        tokens, length, cache = 0, None, GrowingCache.of(arguments)
+        if cache is not None:
+            kinds, tokens, length = [cache.kind], cache.tokens, cache.length
+            arguments = {name: value for name, value in arguments.items() if name != cache.name}
+        if has_no_numbers() or are_nested_deeply(arguments.values()) or not _add_kind(arguments, kinds, {}, length):
             return None
         autocast = [
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in DEVICES
         ]
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._len_torch_function_stack()
-        return PlanKey(model, (state, *kinds, *modes, *autocast))
+        return PlanKey(model, (state, *kinds, *modes, *autocast), tokens)
 
     def plans(self) -> list[Plan]:
         """Return the plans (stored facts about the model's attention) that calls with this key can follow. If there is
@@ -330,7 +426,8 @@ class PlanKey(NamedTuple):
         known = None if of_model is None else of_model.get(self.kind)
         if known:
             known[:] = [each for each in known if all(parameter() is not None for parameter in each[0].parameters)]
-        return [plan for plan, is_confirmed in known or () if is_confirmed]
+        fitting = [plan.with_cached(self.cached) for plan, is_confirmed in known or () if is_confirmed]
+        return [plan for plan in fitting if plan is not None]
 
     def store(self, plan: Plan, *, is_confirmed: bool) -> None:
         """Store a new plan (facts about the model's attention). The plan is not confirmed if the traced call may have
@@ -341,6 +438,11 @@ class PlanKey(NamedTuple):
         plans = of_model.setdefault(self.kind, [])
         if plans is not None:
             is_confirmed |= any((each.steps, each.calls) == (plan.steps, plan.calls) for each, _ in plans)
+            for index, (each, _) in enumerate(plans):
+                if (joined := each.joined(plan)) is not None:
+                    plan, is_confirmed = joined, True
+                    del plans[index]
+                    break
             others = [(each, was) for each, was in plans if each.steps != plan.steps]
             plans[:] = [(plan, is_confirmed), *others[: MOST_VARIANTS - 1]]
         if len(of_model) > MOST_KINDS:
@@ -353,22 +455,65 @@ class PlanKey(NamedTuple):
         _PLANS.setdefault(self.model, OrderedDict())[self.kind] = None
 
 
-def _add_kind(value: Any, kinds: list[Hashable], numbers: dict[int, int]) -> bool:
+class GrowingCache(NamedTuple):
+    """Cache of keys and values that a model is called with. Its classes are among `GROWING_CACHES`.
+
+    Attributes:
+        name: name of the argument.
+        kind: classes of the cache, and sizes of the tensors in its layers except the number of tokens.
+        tokens: number of tokens in it.
+        length: number of tokens after the call; None if the cache is empty.
+    """
+
+    name: str
+    kind: Hashable
+    tokens: int
+    length: int | None
+
+    @staticmethod
+    def of(arguments: Mapping[str, Any]) -> "GrowingCache | None":
+        """Return the cache among the arguments of a model's call. Return None if there is none of a known class, or if
+        its layers have different numbers of tokens, or the number of new tokens is unknown.
+        """
+        name = "past_key_values"
+        cache, given = arguments.get(name), arguments.get("input_ids", arguments.get("inputs_embeds"))
+        if _name_of(cache) not in GROWING_CACHES or not {_name_of(each) for each in cache.layers} <= GROWING_CACHES:
+            return None
+        counts = {layer.get_seq_length() for layer in cache.layers} or {0}
+        tensors = [] if counts == {0} else [each for layer in cache.layers for each in (layer.keys, layer.values)]
+        sizes = ((each.dtype, each.device, each.shape[:-2], each.shape[-1]) for each in tensors)
+        kind = type(cache), *map(type, cache.layers), *sizes
+        if counts == {0}:
+            return GrowingCache(name, kind, 0, None)
+        if len(counts) > 1 or not isinstance(given, Tensor) or given.ndim < 2:
+            return None
+        tokens = counts.pop()
+        return GrowingCache(name, kind, tokens, tokens + given.shape[1])
+
+
+def _name_of(value: Any) -> str:
+    """Return the full name of the class of an object."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _add_kind(value: Any, kinds: list[Hashable], numbers: dict[int, int], length: int | None) -> bool:
     """Append the kind of an argument of a model's call to `kinds`. The kind of a tensor is its dtype, device and shape,
-    and a number from `numbers`, which is equal wherever the same tensor is passed. Return False if no plan (stored
-    facts about attention) is made for calls with such an argument.
+    and a number from `numbers`, which is equal wherever the same tensor is passed. If `length` is the number of all
+    tokens, also of those in a cache, it does not count as a size. Return False if no plan (stored facts about
+    attention) is made for calls with such an argument.
     """
     if type(value) in _STATED:
         kinds.append((type(value), value))
     elif type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
         number = numbers.setdefault(id(value), len(numbers))
-        kinds.append((number, value.dtype, value.device, value.shape))
+        shape = value.shape if length is None else tuple(None if size == length else size for size in value.shape)
+        kinds.append((number, value.dtype, value.device, shape))
     elif type(value) in (tuple, list):
         kinds.append((type(value), len(value)))
-        return all(_add_kind(each, kinds, numbers) for each in value)
+        return all(_add_kind(each, kinds, numbers, length) for each in value)
     elif isinstance(value, Mapping) and all(type(name) is str for name in value):
         kinds.append((type(value), *value))
-        return all(_add_kind(each, kinds, numbers) for each in value.values())
+        return all(_add_kind(each, kinds, numbers, length) for each in value.values())
     else:
         return False
     return True
@@ -451,6 +596,11 @@ class Recording:
         self._weights: list[list[list[ref[Tensor]]]] = []
         self._has_failed = self._may_be_kept = False
 
+    @property
+    def has_cache(self) -> bool:
+        """True if the model was called with a cache of keys and values that plans may depend on."""
+        return self._key.cached > 0
+
     def fail(self) -> None:
         """Record that no plan for later calls can be made from this call of the model, since some of its attention is
         found only by tracing all functions.
@@ -517,7 +667,7 @@ class Recording:
         names = [call.site.path.split(".") for call in calls]
         around = frozenset(".".join(each[:depth]) for each in names for depth in range(len(each) + 1))
         parameters = list(self._steps.parameters.values())
-        plan = Plan(self._so_far, calls, around, frozenset(self._ran - around), parameters)
+        plan = Plan(self._so_far, calls, around, frozenset(self._ran - around), parameters, self._key.cached)
         self._key.store(plan, is_confirmed=not self._may_be_kept)
 
 

@@ -617,8 +617,10 @@ def _looked_up(call: FunctionCall, integers: list[Tensor], is_table: Callable[[T
 
 
 def _is_same_memory(ids: Tensor, argument: Tensor) -> bool:
-    is_dense = ids.is_contiguous() and argument.is_contiguous() and ids.dtype == argument.dtype
-    return is_dense and ids.numel() == argument.numel() and ids.data_ptr() == argument.data_ptr()
+    """Return True if two tensors have the same elements of one memory in the same order, perhaps in other shapes."""
+    are_dense = ids.is_contiguous() and argument.is_contiguous() and ids.numel() == argument.numel()
+    has_same_layout = are_dense or (ids.shape, ids.stride()) == (argument.shape, argument.stride())
+    return has_same_layout and ids.dtype == argument.dtype and ids.data_ptr() == argument.data_ptr()
 
 
 def _are_equal(ids: Tensor, others: Tensor) -> bool:
