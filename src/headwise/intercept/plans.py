@@ -476,7 +476,8 @@ class GrowingCache(NamedTuple):
         its layers have different numbers of tokens, or the number of new tokens is unknown.
         """
         name = "past_key_values"
-        cache, given = arguments.get(name), arguments.get("input_ids", arguments.get("inputs_embeds"))
+        cache: Any = arguments.get(name)
+        given = arguments.get("input_ids", arguments.get("inputs_embeds"))
         if _name_of(cache) not in GROWING_CACHES or not {_name_of(each) for each in cache.layers} <= GROWING_CACHES:
             return None
         counts = {layer.get_seq_length() for layer in cache.layers} or {0}
