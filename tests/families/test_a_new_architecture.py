@@ -89,6 +89,39 @@ def test_logits_are_not_clipped_if_the_record_names_norms(model, monkeypatch):
     assert len(head_slices(model, "1")) == 6
 
 
+class JointAttention(nn.Module):
+    """Attention with one projection, in which query, key and value of a head stand together, and with norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.size, self.num_heads = 11, 3
+        self.ask, self.mix = nn.Linear(29, 99), nn.Linear(33, 29)
+        self.q_norm, self.k_norm = nn.LayerNorm(11), nn.LayerNorm(11)
+
+    def forward(self, x):
+        joint = self.ask(x).unflatten(-1, (3, 3, 11))
+        q, k, v = self.q_norm(joint[..., 0, :]), self.k_norm(joint[..., 1, :]), joint[..., 2, :]
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        return self.mix(y.transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def test_circuits_read_a_joint_projection_with_norms(monkeypatch):
+    joint = replace(
+        TOY, classes=("JointAttention",), inputs=("ask",), is_joint=True, is_converted=False, qk_norms=registry.NORMS
+    )
+    monkeypatch.setattr(registry, "FAMILIES", (joint,))
+    torch.manual_seed(0)
+    attention = JointAttention().double().eval()
+    circuits = hw.circuits(Residual(attention, 29))
+    for head in range(3):
+        value = attention.ask.weight.unflatten(0, (3, 3, 11))[head, 2]
+        expected = attention.mix.weight[:, head * 11 : (head + 1) * 11] @ value
+        torch.testing.assert_close(circuits.ov(0, head).matrix(), expected, rtol=0, atol=1e-12)
+    with pytest.raises(hw.InputError, match="the norm attention.q_norm of queries or keys"):
+        circuits.qk(0, 0)
+
+
 def test_it_has_a_row_in_the_docs(model):
     assert dict(zip(HEADERS, row(TOY, Residual(model[0], 29)), strict=True)) == {
         "architecture": "Toy",

@@ -33,8 +33,9 @@ class Family:
         inputs: names of the projections in the module into queries, keys and values, or of one for all three.
         output: name of the output projection; after `../` in the module's parent.
         head_dim: attribute with the width of a head.
-        is_joint: True if the queries, keys and values of one head stand together in one projection (GPT-NeoX); False if
-            all queries come first, then all keys, then all values.
+        is_joint: True if the query, key and value of each head stand together in one projection (GPT-NeoX); False if
+            all queries come first, then all keys, then all values. `from_transformers` reads only the second order, so
+            a record with True must not set `is_converted`.
         is_transposed: True for weights `(in, out)`, as those of `Conv1D` in GPT-2.
         per_head: parameters with one number per query head, by name and axis.
         qk_norms: names of the modules that normalise queries and keys, where a module has them.
@@ -44,15 +45,17 @@ class Family:
         config_fields: field of the configuration for each of "heads", "kv_heads" and "head_dim" that states this
             number; without "kv_heads", key/value heads cannot be merged. After a removal, the fields are set only if
             `transformers` then makes a model of the same shapes. So a field may also change other sizes: the number of
-            heads of GPT-2 changes their width, and removed heads are recorded instead.
+            heads of GPT-2 changes their width, and removed heads are recorded instead. An empty mapping means that
+            removed heads are always recorded.
         reads_config: True if a module reads the number of heads from the configuration of all layers.
         why_not_removed: reason why no heads can be removed; None if they can.
         is_converted: True if `from_transformers` converts the modules to headwise's layer.
         parents: names of the classes of parents that are converted in place of the modules; see `inside`.
         inside: path of the attention module in such a parent.
         is_causal: True or False if only modules with this attribute `is_causal` are converted; None for all.
-        window: attribute with the length of a sliding window, or with None; None if no module has a window.
-        dropout: attribute with the probability of dropping an attention weight.
+        window: path of an attribute with the length of a sliding window, or with None, such as `config.sliding_window`;
+            None if no module has a window.
+        dropout: path of an attribute with the probability of dropping an attention weight, such as `dropout.p`.
     """
 
     name: str
@@ -270,6 +273,7 @@ FAMILIES: tuple[Family, ...] = (
         config_fields=UNGROUPED,
         dropout="attn_dropout.p",
     ),
+    # Not converted: `from_transformers` does not change the order of rows, as a joint projection would need.
     Family(
         "GPT-NeoX",
         ("GPTNeoXAttention",),

@@ -75,7 +75,7 @@ def stream_factors(trace: RunTrace, batch: Any, modules: Sequence[PlacedModule])
     read = [module.projection for module in modules if module.projection is not module.written]
     noise = [torch.randn(shape, generator=generator, dtype=torch.float64).to(ends[0].device) for _ in read]
     with _replayed(trace, list(zip([*writers, *read], [*shifts, *noise], strict=True))):
-        second = RunTrace(trace.model, batch)
+        second = RunTrace(trace.model, batch, is_replay=True)
     if [call.path for call in second.calls] != [call.path for call in trace.calls]:
         raise NotLinearError("modules that run in another order when their inputs change")
     changes = [_tensor_like(trace, second, end) - end for end in ends]

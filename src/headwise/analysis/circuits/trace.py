@@ -107,11 +107,17 @@ class RunTrace(SiteRegistry):
     """Recorded run of a model on one sequence. For each attention module, identified by its path, it has the attention
     weights and the head outputs before the output projection. It also has the calls of all PyTorch modules, in the
     order in which the calls ended.
+
+    Args:
+        model: copy of a model, in float64.
+        batch: arguments of the model, with one sequence.
+        is_replay: True if norms return the outputs of an earlier run. Such an output has no known source in this run,
+            so self-attention may look like cross-attention. The earlier run has checked that.
     """
 
-    def __init__(self, model: nn.Module, batch: Any) -> None:
+    def __init__(self, model: nn.Module, batch: Any, *, is_replay: bool = False) -> None:
         super().__init__(model)
-        self.model, self.calls = model, list[ModuleCall]()
+        self.model, self.calls, self.is_replay = model, list[ModuleCall](), is_replay
         self.weights: dict[str, Float[Tensor, "heads queries keys"]] = {}
         self.outputs: dict[str, Float[Tensor, "heads queries value_dim"]] = {}
         paths = {module: path for path, module in model.named_modules()}
@@ -146,7 +152,7 @@ class RunTrace(SiteRegistry):
         """
         self.register(call)
         path, grid = call.site.path, call.grid
-        if call.site.cross:
+        if call.site.cross and not self.is_replay:
             raise InputError("model", expected="self-attention", got=f"cross-attention in {path}")
         if path in self.weights:
             raise InputError("model", expected="modules that attend once in a run", got=f"several calls of {path}")
