@@ -58,7 +58,7 @@ def main() -> int:
     findings = [finding for file in files if file not in EXAMPLES_OF_TERMS for finding in findings_in(file)]
     print("\n".join(findings), end="\n" if findings else "")
     if options.sentences or not findings:
-        print(f"Sentences of more than {LONGEST_SENTENCE} words, which are allowed:")
+        print(f"Sentences of more than {LONGEST_SENTENCE} words, which are not findings:")
         print("\n".join(sentence for file in files if file.suffix == ".md" for sentence in long_sentences(file)))
     print(f"English: {len(findings)} findings in {len(files)} files")
     return 1 if findings else 0

@@ -30,9 +30,9 @@ def write_page(
 
     Args:
         path: the file.
-        results: results for the heads of one model: views (`View`, `ViewSet`), profiles, ablations, importance scores,
-            results of `watch`. All views together are the texts of the page. The page shows the heads of the views or,
-            without views, those of the first table; all other results must have these heads, too.
+        results: results for the heads of one model: views (`View`, `ViewSet`), profiles, ablations, other tables with
+            one row per head, results of `watch`. All views together are the texts of the page. The page shows the heads
+            of the views or, without views, those of the first table; all other results must have these heads, too.
         against: the same kinds of results of a second model with the same heads, or of another checkpoint, with which
             the page compares the first model. If there are views of one model, there must be views of the other one,
             of the same tokens.

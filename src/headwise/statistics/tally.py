@@ -58,7 +58,8 @@ class FurtherSums:
     Attributes:
         needs_weights: True if the sums need attention weights, and not only the statistics of each row.
         refused: reason that the sums of the rows so far cannot be computed, as the result of `FurtherStatistics.start`;
-            None if they can.
+            None if they can. It is read after each call from the sums of this call: a reason that `merge` sets on the
+            sums of earlier calls is not reported.
     """
 
     needs_weights: bool = False
@@ -87,7 +88,8 @@ class FurtherStatistics:
     its standard ones, from sums that a subclass defines.
 
     Attributes:
-        measured: names of the statistics of `STATISTICS` that the tally computes; None for all.
+        measured: names of the statistics of `STATISTICS` that the tally computes; None for all. Include "entropy"
+            and "output_norm", by which weights and outputs that are not finite are recognised.
         unconfirmed: reason for modules whose output projection was not seen to map the outputs of their heads; None if
             the statistics do not need the projection.
     """
