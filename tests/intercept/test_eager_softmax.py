@@ -10,6 +10,7 @@ from test_watch import require_statistics
 from torch import nn
 
 import headwise as hw
+from headwise.intercept.trace.refusals import WEIGHTS_NOT_FOLLOWED
 from tiny import PADDED, TOKENS
 
 GPT = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64}
@@ -148,7 +149,7 @@ def test_an_unreadable_softmax_is_named_next_to_a_readable_one():
 
     model = nn.Sequential()
     model.add_module("attn", Attention())
-    sentence = "attention of these modules was not seen: attn$"
+    sentence = f"^{WEIGHTS_NOT_FOLLOWED}: attn$"
     with pytest.warns(UserWarning, match=sentence), hw.watch(model) as heads:
         model(torch.randn(2, 3, 5, 8))
     assert len(heads.rows()) == 3

@@ -14,7 +14,7 @@ from headwise.intercept.trace.refusals import (
     HEADS_SEPARATE,
     NOT_AVERAGES,
     NOT_OVER_KEYS,
-    NOT_SEEN,
+    WEIGHTS_NOT_FOLLOWED,
 )
 
 HEADS, VALUE_DIM, LENGTH = 3, 5, 11
@@ -108,9 +108,9 @@ REASONS = {
     ChannelAttention: NOT_OVER_KEYS,
     AttentionOfHeads: NOT_OVER_KEYS,
     SDPAOfHeads: NOT_OVER_KEYS,
-    SlotAttention: NOT_SEEN,
+    SlotAttention: WEIGHTS_NOT_FOLLOWED,
     SignedAttention: NOT_AVERAGES,
-    DifferenceOfWeightsAttention: NOT_SEEN,
+    DifferenceOfWeightsAttention: WEIGHTS_NOT_FOLLOWED,
     HeadsOneByOne: re.escape(HEADS_SEPARATE),
     StackedHeads: re.escape(HEADS_SEPARATE),
     HeadsInABuffer: re.escape(HEADS_SEPARATE),

@@ -8,7 +8,7 @@ from self_attention import HEADS, WIDTH, merge, split
 from torch import nn
 
 import headwise as hw
-from headwise.intercept.trace.refusals import NO_QUERIES, NORMALISED, NOT_FOLLOWED, NOT_NORMALISED, NOT_SEEN
+from headwise.intercept.trace.refusals import NO_QUERIES, NORMALISED, NOT_FOLLOWED, NOT_NORMALISED, WEIGHTS_NOT_FOLLOWED
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -168,7 +168,7 @@ def product_of_sums(q, k, v):
         *((way, NORMALISED) for way in (*NORMALISING, changed_product)),
         *((way, NOT_NORMALISED) for way in NOT_NORMALISING),
         *((way, NOT_FOLLOWED) for way in NOT_FOLLOWING),
-        *((way, NOT_SEEN) for way in (average_of_products, grouped_convolution, product_of_sums)),
+        *((way, WEIGHTS_NOT_FOLLOWED) for way in (average_of_products, grouped_convolution, product_of_sums)),
     ],
 )
 def test_attention_that_is_not_followed_is_named(way, reason):
@@ -179,6 +179,12 @@ def test_attention_that_is_not_followed_is_named(way, reason):
     assert {row["module"] for row in heads.rows()} == {"0", "2"}
     with pytest.raises(hw.InputError, match="^(values|model): expected"), hw.gate(model, {("1", 0): 0.0}):
         model(x)
+
+
+def test_an_error_states_that_weights_are_not_followed():
+    model = nn.Sequential(Block(product_of_sums))
+    with pytest.raises(hw.InputError, match=f"none in 0; {WEIGHTS_NOT_FOLLOWED}$"), hw.watch(model):
+        model(torch.randn(2, LENGTH, WIDTH))
 
 
 def one_query(q, k, v):

@@ -43,6 +43,7 @@ from headwise.intercept.trace.refusals import (
     NOT_OVER_KEYS,
     NOT_SEEN,
     WEIGHTS_IN_PARTS,
+    WEIGHTS_NOT_FOLLOWED,
 )
 from headwise.intercept.trace.scores import (
     Order,
@@ -175,7 +176,9 @@ def on_module_end(module_call: ModuleCall) -> None:
         session.attention.softmaxes.remove(softmax)
         softmax.has_ended = True
         softmax.outputs.clear()
-        if not softmax.products and (softmax.is_used or (module_call.is_attention and not softmax.is_written)):
+        if not softmax.products and softmax.is_used:
+            session.report_unreadable(softmax.module_calls, WEIGHTS_NOT_FOLLOWED)
+        elif not softmax.products and module_call.is_attention and not softmax.is_written:
             session.report_unreadable(softmax.module_calls, NOT_SEEN)
 
 

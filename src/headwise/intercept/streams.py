@@ -14,7 +14,7 @@ from headwise.shapes import Int
 
 PADDED_QUERIES_UNKNOWN = (
     "a mask shows padding, but it could not be established which queries of these modules are padding, so all their "
-    "statistics are left out; state padding= in hw.watch (see docs/watch.md)"
+    "statistics are left out; state the padding of their queries by padding= in hw.watch (see docs/watch.md)"
 )
 """Reason for modules whose padded queries are unknown."""
 

@@ -2,6 +2,8 @@
 
 NOT_SEEN = "attention of these modules was not seen"
 
+WEIGHTS_NOT_FOLLOWED = f"{NOT_SEEN}, since they use the weights of a softmax in a way that is not followed"
+
 HEADS_UNKNOWN = "attention of these modules is left out, since it is not established which axis is the heads"
 
 HEADS_NOT_FOLLOWED = f"{HEADS_UNKNOWN}; if you know the axes of the weights, state their layout in hw.Site"
@@ -84,7 +86,10 @@ CHANGED_IN_PLACE = (
 )
 
 REASONS_BESIDE_ATTENTION = frozenset(
-    (NOT_SEEN, NOT_OVER_KEYS, NORMALISED, NOT_NORMALISED, NOT_FOLLOWED, NOT_LINEAR, NEVER_CHANGED)
+    (
+        *(NOT_SEEN, WEIGHTS_NOT_FOLLOWED, NOT_OVER_KEYS, NORMALISED, NOT_NORMALISED, NOT_FOLLOWED),
+        *(NOT_LINEAR, NEVER_CHANGED),
+    )
 )
 """Reasons for which a module's statistics are reported nevertheless. Either they say of no attention that it is left
 out, or they only prevent that heads are changed.
