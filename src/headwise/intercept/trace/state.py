@@ -15,6 +15,7 @@ from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from headwise.errors import InputError
@@ -123,8 +124,10 @@ class Softmax:
         compared: axes of the product of queries and keys, and their tokens; None if the product is unknown.
         may_be_masked: True if large negative scores may be those of a mask.
         products: number of products of its weights with values.
-        outputs: number of weights in each of these products and its result, until the innermost module has ended.
+        outputs: result of each of these products, until the innermost module has ended; and the record of its weights
+            if these are not all elements of the softmax, otherwise None.
         is_used: True if a function used the weights in a way that is not followed.
+        used_parts: records of tensors with only some of the weights that a function used in such a way.
         has_ended: True when the innermost module that computed it has ended.
         is_written: True if the model wrote the softmax as an exponential and a sum.
     """
@@ -137,8 +140,9 @@ class Softmax:
     compared: ComparedAxes | None = None
     may_be_masked: bool = True
     products: int = 0
-    outputs: "list[tuple[int, AttentionOutput]]" = field(default_factory=list)
+    outputs: "list[tuple[Weights | None, AttentionOutput]]" = field(default_factory=list)
     is_used: bool = False
+    used_parts: "list[Weights]" = field(default_factory=list)
     has_ended: bool = False
     is_written: bool = False
 
@@ -196,6 +200,17 @@ class Weights:
     def scores(self) -> Tensor:
         """Return the attention scores from which the weights were computed, with the axes of the tensor of weights."""
         return self.arranged(self.kept.tensor)
+
+    def on_unfollowed_use(self, tensor: Tensor) -> None:
+        """Record that a function used these weights, its argument `tensor`, in a way that is not followed."""
+        self.softmax.is_used = True
+        if tensor.numel() < self.softmax.elements:
+            self.softmax.used_parts.append(self)
+
+    def elements_of_softmax(self) -> Tensor:
+        """Return the index of each of these weights among all elements of the softmax's result."""
+        scores = self.kept.tensor
+        return self.arranged(torch.arange(scores.numel(), device=scores.device).view(scores.shape))
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
