@@ -394,3 +394,27 @@ def test_ids_and_padding_that_change_in_place_are_read_again(mode, is_causal):
             assert names == other.keys() - LABELS
             for name in names:
                 assert row[name] == pytest.approx(other[name], rel=1e-5), name
+
+
+class Pooled(nn.Module):
+    """Self-attention over neighbouring tokens that are averaged to one, after attention with these queries to all."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = Attention(), Attention()
+
+    def forward(self, x):
+        pairs = (x[:, :-1:2] + x[:, 1::2]) / 2
+        return self.up(self.down(pairs, x), is_causal=True)
+
+
+@pytest.mark.parametrize("path", ["", "down", "up"])
+def test_padding_of_more_tokens_than_queries_is_refused(path):
+    torch.manual_seed(3)
+    model, x = Pooled(), torch.randn(2, 11, WIDTH)
+    with pytest.raises(InputError, match=re.escape("padding: expected the 5 tokens of the queries in ")):
+        watched(model, x, padding={path: RIGHT})
+    rows = watched(model, x, padding={path: RIGHT[:, ::2][:, :5]})
+    plain = watched(model, x)
+    changed = {row["module"] for row, other in zip(rows, plain, strict=True) if row["entropy"] != other["entropy"]}
+    assert changed == ({path} if path else {"down", "up"})

@@ -209,7 +209,7 @@ class CallContexts(threading.local):
         """
         grid = call.grid
         self._on_left_out(call.site.path, NO_POSITIONS)
-        real = RealTokens(both(self._stated.of_call(call.site.path, grid, 0), call.real_queries), None)
+        real = RealTokens(both(self._stated.of_call(call.site.path, grid, None), call.real_queries), None)
         if real.queries is None and facts is not None:
             real = real_by_causal_mask(facts, grid.queries, grid.batch)
         if not real.is_known:
@@ -245,7 +245,7 @@ class CallContexts(threading.local):
             None if positions is None else none_if_all(positions >= 0, grid.batch)
             for positions in (grid.query_positions, grid.key_positions)
         )
-        stated = self._stated.of_call(call.site.path, grid, 0)
+        stated = self._stated.of_call(call.site.path, grid, None)
         context = CallContext(
             real_queries=both(real_queries, stated), real_keys=real_keys, query_positions=stated_positions(grid)
         )
@@ -262,7 +262,8 @@ class CallContexts(threading.local):
         """
         grid, streams = call.grid, list(self._model_call.streams.values())
         of_queries, of_keys = stream_of_queries(call, streams), stream_of_keys(call, streams)
-        real = both(self._stated.of_call(call.site.path, grid, 0), call.real_queries)
+        first = None if of_queries is None else of_queries.history.length - grid.queries
+        real = both(self._stated.of_call(call.site.path, grid, first), call.real_queries)
         lacks_rows = real is None and has_unknown_padding(call, facts, of_queries, streams)
         if lacks_rows:
             self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)

@@ -175,7 +175,9 @@ def on_module_end(module_call: ModuleCall) -> None:
     for softmax in [each for each in session.attention.softmaxes if each.module_calls[-1] is module_call]:
         session.attention.softmaxes.remove(softmax)
         softmax.has_ended = True
+        _refuse_parts(softmax)
         softmax.outputs.clear()
+        softmax.used_parts.clear()
         if not softmax.products and softmax.is_used:
             session.report_unreadable(softmax.module_calls, WEIGHTS_NOT_FOLLOWED)
         elif not softmax.products and module_call.is_attention and not softmax.is_written:
@@ -194,7 +196,7 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
     if contraction is not None and len(contraction.operands) == 2 and contraction.multiplies(tensor):
         product = _Product.of(call, tensor, weights, contraction, result)
     if product is None:
-        softmax.is_used = True
+        weights.on_unfollowed_use(tensor, result)
         return result
     softmax.products += not softmax.has_ended
     reason = _why_left_out(product, result)
@@ -203,7 +205,8 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
         return result
     output = AttentionOutput(product, result, product.axes, product.module_calls, product.origins)
     if not softmax.has_ended:
-        _refuse_parts(softmax, tensor.numel(), output)
+        softmax.outputs.append((weights if tensor.numel() != softmax.elements else None, output))
+        _refuse_parts(softmax)
     return hold(output, result)
 
 
@@ -223,15 +226,27 @@ def _why_left_out(product: "_Product", result: Tensor) -> str | None:
     return None if average_keys(weights, product.tensor, product.key_axes[-1]) else NOT_AVERAGES
 
 
-def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> None:
-    """Record that `output` is a product of values with attention weights, which consist of this number of `elements` of
-    a softmax result. If the result has several such products, and one of them uses only a part of its elements, exclude
-    all their outputs from the results. Each part may be another head, or other rows or keys.
+def _refuse_parts(softmax: Softmax) -> None:
+    """If the weights of a softmax have several products with values, and one of them uses only some of the weights,
+    exclude the outputs of all these products from the results. Each part may be another head, or other rows or keys.
     """
-    softmax.outputs.append((elements, output))
-    if len(softmax.outputs) > 1 and any(count != softmax.elements for count, _ in softmax.outputs):
-        for _, each in softmax.outputs:
-            each.refuse(WEIGHTS_IN_PARTS)
+    parts = [weights for weights, _ in softmax.outputs if weights is not None]
+    if parts and (len(softmax.outputs) > 1 or _uses_others(softmax, parts[0])):
+        for _, output in softmax.outputs:
+            output.refuse(WEIGHTS_IN_PARTS)
+
+
+def _uses_others(softmax: Softmax, multiplied: Weights) -> bool:
+    """Return True if a function used some weights of a softmax in a way that is not followed, and these are not all
+    among `multiplied`, the weights of its only product. They may have been multiplied with other values.
+    """
+    if not softmax.used_parts or None in softmax.used_parts:
+        return bool(softmax.used_parts)
+    elements = multiplied.elements_of_softmax()
+    is_multiplied = torch.zeros(softmax.elements, dtype=torch.bool, device=elements.device)
+    is_multiplied[elements.flatten()] = True
+    used = (part for part in softmax.used_parts if part is not None)
+    return not all(bool(is_multiplied[part.elements_of_softmax()].all()) for part in used)
 
 
 @dataclass(eq=False)

@@ -68,7 +68,7 @@ COMPLEX = "attention of these modules is left out, since its outputs are complex
 
 WEIGHTS_IN_PARTS = (
     "attention of these modules is left out, since they multiply parts of the weights of one softmax with values one "
-    "after the other"
+    "after the other, or use some of the weights in a way that is not followed"
 )
 
 KEYS_MOVED = (

@@ -15,6 +15,7 @@ from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from headwise.errors import InputError
@@ -22,7 +23,7 @@ from headwise.families.head_module import HEAD_COUNTS
 from headwise.intercept.attention_source import AttentionSource, Handlers
 from headwise.intercept.site import Site
 from headwise.intercept.trace.axes import Axes, Factor, HeadLayout, OutputAxes
-from headwise.intercept.trace.functions import TensorMap, TensorVersions, share_memory, version_of
+from headwise.intercept.trace.functions import TensorMap, TensorVersions, share_memory, tensors_among, version_of
 from headwise.intercept.trace.lineage import CallOrigins, Lineage, Origin, query_and_key
 from headwise.intercept.trace.modules import RunningModule
 from headwise.intercept.trace.refusals import CHANGED_IN_PLACE, HEADS_CONTRADICT, HEADS_NOT_FOLLOWED, HEADS_UNKNOWN
@@ -124,8 +125,10 @@ class Softmax:
         compared: axes of the product of queries and keys, and their tokens; None if the product is unknown.
         may_be_masked: True if large negative scores may be those of a mask.
         products: number of products of its weights with values.
-        outputs: number of weights in each of these products and its result, until the innermost module has ended.
+        outputs: result of each of these products, until the innermost module has ended; and the record of its weights
+            if these are not all elements of the softmax, otherwise None.
         is_used: True if a function used the weights in a way that is not followed.
+        used_parts: for each such use, the record of the used weights; None if they are all weights of the softmax.
         has_ended: True when the innermost module that computed it has ended.
         is_written: True if the model wrote the softmax as an exponential and a sum.
     """
@@ -138,8 +141,9 @@ class Softmax:
     compared: ComparedAxes | None = None
     may_be_masked: bool = True
     products: int = 0
-    outputs: "list[tuple[int, AttentionOutput]]" = field(default_factory=list)
+    outputs: "list[tuple[Weights | None, AttentionOutput]]" = field(default_factory=list)
     is_used: bool = False
+    used_parts: "list[Weights | None]" = field(default_factory=list)
     has_ended: bool = False
     is_written: bool = False
 
@@ -197,6 +201,21 @@ class Weights:
     def scores(self) -> Tensor:
         """Return the attention scores from which the weights were computed, with the axes of the tensor of weights."""
         return self.arranged(self.kept.tensor)
+
+    def on_unfollowed_use(self, tensor: Tensor, result: Any) -> None:
+        """Record that a function used these weights, its argument `tensor`, in a way that is not followed. A `result`
+        of all weights that has at most one number for each row, such as a mean, contains no weights of single keys.
+        """
+        softmax, keys = self.softmax, self.kept.tensor.shape[self.softmax.dim]
+        softmax.is_used = True
+        is_part = tensor.numel() < softmax.elements
+        if is_part or any(each.numel() * keys > softmax.elements for each in tensors_among((result,))):
+            softmax.used_parts += [] if softmax.has_ended else [self if is_part else None]
+
+    def elements_of_softmax(self) -> Tensor:
+        """Return the index of each of these weights among all elements of the softmax's result."""
+        scores = self.kept.tensor
+        return self.arranged(torch.arange(scores.numel(), device=scores.device).view(scores.shape))
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
         for index, (view, axes) in enumerate(axes_after(call, weights.axes, tensor, result)):
             record_weights(view, _view(call, tensor, weights, axes, index if is_sequence else None))
     else:
-        weights.softmax.is_used = True
+        weights.on_unfollowed_use(tensor, result)
 
 
 def average_keys(weights: Weights, tensor: Tensor, key_axis: int) -> bool:
