@@ -116,7 +116,7 @@ def traced(monkeypatch):
     def run(model, *calls, **options):
         with monkeypatch.context() as patch:
             patch.setattr(plans.PlanKey, "plans", lambda key: [])
-            patch.setattr(plans.PlanKey, "store", lambda key, plan, is_confirmed: None)
+            patch.setattr(plans.PlanKey, "store", lambda key, plan: None)
             return watched(model, *calls, **options)
 
     return run
@@ -677,19 +677,64 @@ def test_a_step_that_contradicts_a_grown_plan_is_named(monkeypatch):
         steps(5, *9 * [1])(model)
 
 
-def test_plans_are_joined_only_if_whole_numbers_alone_differ_linearly():
-    def plan(cached, *steps):
-        return plans.Plan([(torch.add, ("alpha",), step) for step in steps], [], frozenset(), frozenset(), [], cached)
+def plan_of(cached, *steps, kept=()):
+    """A plan with an attention call after the first step."""
+    attention = ("layer", plans.CallFacts("sdpa", 3, 3, 8, 8)), (), ((9, 5),)
+    functions = [(torch.add, ("alpha",), step) for step in steps]
+    kept, length = frozenset(kept), cached + 1
+    return plans.Plan([functions[0], attention, *functions[1:]], [], frozenset(), frozenset(), [], kept, cached, length)
 
-    first = plan(4, ((1,), 9, (tuple, 4, (2,))), ((3,), 2.0, 7))
-    assert first.joined(plan(4, *first.steps)) is None
-    second = plan(6, ((1,), 13, (tuple, 6, (2,))), ((3,), 2.0, 7))
+
+def test_plans_are_joined_if_whole_numbers_and_sizes_differ_linearly():
+    first = plan_of(4, ((1, 5, 24), 9, (tuple, 4, (2, 3))), ((3, 4), 2.0, 9))
+    second = plan_of(6, ((1, 7, 24), 13, (tuple, 6, (2, 3))), ((3, 6), 2.0, 13))
     for one, other in ((first, second), (second, first)):
         joined = one.joined(other)
-        assert [joined.with_cached(each) for each in (3, 4)] == [None, joined]
-        expected = [(torch.add, ("alpha",), ((1,), 19, (tuple, 9, (2,)))), first.steps[1]]
-        assert joined.with_cached(9).steps == expected
-    for values in (((2,), 13, (tuple, 6, (2,))), ((1,), 12, (tuple, 6, (2,))), ((1,), 13, (tuple, 6, (4,)))):
-        assert first.joined(plan(6, values, ((3,), 2.0, 7))) is None
-    assert first.joined(plan(6, second.steps[0][2], ((3,), 4.0, 7))) is None
-    assert first.joined(plan(6, second.steps[0][2])) is None
+        assert joined.with_cached(3) is None
+        assert joined.with_cached(4) is joined
+        expected = plan_of(9, ((1, 10, 24), 19, (tuple, 9, (2, 3))), ((3, 9), 2.0, 19))
+        assert joined.with_cached(9)._replace(growing=None) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (((2, 7, 24), 13, (tuple, 6, (2, 3))), ((3, 6), 2.0, 13)),  # another tensor
+        (((1, 7, 24), 12, (tuple, 6, (2, 3))), ((3, 6), 2.0, 13)),  # no whole number for each token
+        (((1, 7, 24), 13, (list, 6, (2, 3))), ((3, 6), 2.0, 13)),
+        (((1, 7, 24), 13, (tuple, 6)), ((3, 6), 2.0, 13)),
+        (((1, 7, 24), 13, (tuple, 6, (2, 3))), ((3, 6), 4.0, 13)),
+        (((1, 7, 24), 13, (tuple, 6, (2, 3))), ((3, 6), 2.0, 11)),  # a number that first grows after attention
+    ],
+)
+def test_plans_that_differ_in_another_way_are_not_joined(before, after):
+    first = plan_of(4, ((1, 5, 24), 9, (tuple, 4, (2, 3))), ((3, 4), 2.0, 9))
+    assert first.joined(plan_of(6, before, after)) is None
+    assert first.joined(plan_of(6, before)) is None
+
+
+def test_plans_are_not_joined_if_a_growing_result_may_be_kept_or_an_axis_has_size_1():
+    first = plan_of(4, ((1, 5), 9), ((3, 4), 2.0), kept=[2])
+    assert first.joined(plan_of(6, ((1, 7), 9), ((3, 6), 2.0), kept=[2])) is None
+    assert first.joined(plan_of(4, ((1, 5), 9), ((3, 4), 2.0))) is None
+    assert plan_of(4, ((1, 1), 9)).joined(plan_of(6, ((1, 3), 9))) is None
+    assert plan_of(4, ((1, 5), 9), ((3, 4), 2.0), kept=[1]).joined(plan_of(6, ((1, 7), 9), ((3, 6), 2.0), kept=[1]))
+
+
+class Experts(Attention):
+    """Attention after which the tokens with a positive feature go through a layer, if there are any."""
+
+    def forward(self, x, memory=None):
+        """Return the output."""
+        out = super().forward(x)
+        for layer, is_of_expert in ((self.q_proj, out[..., 0] > 0), (self.k_proj, out[..., 0] <= -2)):
+            (rows,) = torch.where(is_of_expert.flatten())
+            if rows.shape[0]:
+                out = out + layer(out)
+        return out
+
+
+def test_models_that_choose_by_the_number_of_selected_tokens_are_traced(followed, traced):
+    model, call = nn.Sequential(Experts(), Attention()), [lambda model, s=s: model(s * inputs()) for s in (1, 9, 1, 50)]
+    require_equal(watched(model, *call), traced(copy.deepcopy(model), *call))
+    assert not followed

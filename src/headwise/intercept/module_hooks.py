@@ -155,7 +155,9 @@ def _push(module_call: ModuleCall, interceptors: list[Interceptor]) -> None:
         if key is not None and plans:
             session.following = Following(key, states, plans, given, trace_from_log)
         else:
-            module_call.recording = None if key is None else Recording(key, states, Steps(given))
+            module_call.recording = (
+                None if key is None else Recording(key, states, Steps(given, with_sizes=key.cached > 0))
+            )
             session.lineage.restart(given)
     session.module_calls.append(module_call)
     recording, following = session.module_calls[0].recording, session.following

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.interceptor import InputSources, SiteKey
-from headwise.intercept.trace.functions import READINGS, are_nested_deeply, tensors_among
+from headwise.intercept.trace.functions import READINGS, are_nested_deeply, is_sized_by_numbers, tensors_among
 from headwise.intercept.trace.tokens import ComparedTokens, LinearMapCall, NumberedTokens
 from headwise.intercept.unreadable_tensors import has_no_numbers
 from headwise.shapes import Int
@@ -180,14 +180,15 @@ class Steps:
 
     Args:
         given: the inputs of the model.
+        with_sizes: True if descriptions state the sizes of tensors, which may differ in calls with the same key.
 
     Attributes:
         parameters: parameters in the descriptions so far, by their identities.
     """
 
-    def __init__(self, given: Iterable[Any]) -> None:
-        self._numbers: dict[int, tuple[ref[Tensor], tuple[int]]] = {}
-        self._count = 0
+    def __init__(self, given: Iterable[Any], *, with_sizes: bool = False) -> None:
+        self._numbers: dict[int, tuple[ref[Tensor], tuple[int, ...]]] = {}
+        self._count, self._with_sizes = 0, with_sizes
         self.parameters: dict[int, ref[Tensor]] = {}
         self.add_results(list(given))
 
@@ -231,8 +232,7 @@ class Steps:
         recognised.
         """
         if type(result) is Tensor:  # most results; this is done after each function that a model calls
-            self._count += 1
-            self._numbers[id(result)] = ref(result), (self._count,)
+            self._number(result)
         else:
             for each in tensors_among((result,)):
                 self._number(each)
@@ -241,12 +241,12 @@ class Steps:
         """Record that interceptors have put `tensor` in the place of `other`. Both then have the same description."""
         self._numbers[id(tensor)] = ref(tensor), self._described(other)
 
-    def _number(self, tensor: Tensor) -> tuple[int]:
-        """Assign the next unused number to a tensor, and return this number."""
+    def _number(self, tensor: Tensor) -> tuple[int, ...]:
+        """Assign the next unused number to a tensor. Return its description: this number, and the sizes if wanted."""
         self._count += 1
-        number = (self._count,)
-        self._numbers[id(tensor)] = ref(tensor), number
-        return number
+        described = (self._count, *tensor.shape) if self._with_sizes else (self._count,)
+        self._numbers[id(tensor)] = ref(tensor), described
+        return described
 
     def _described(self, value: Any) -> Any:
         """Return the description of one argument of a function call, by which two calls are compared. A tensor is
@@ -303,7 +303,9 @@ class Plan(NamedTuple):
         around: paths of the modules around attention.
         other_paths: paths of all other modules that ran.
         parameters: the parameters in the steps, which state their identities.
+        kept: indices of the steps whose results the model may keep for later calls, which then take other steps.
         cached: number of tokens in the cache of keys and values that the model was called with; 0 without a cache.
+        length: this number and that of the tokens of the call.
         growing: steps that depend on this number, by their index, with `Growing` in place of the numbers that grow;
             None if only one number of tokens was traced, so that it is unknown how the steps depend on it.
     """
@@ -313,29 +315,35 @@ class Plan(NamedTuple):
     around: frozenset[str]
     other_paths: frozenset[str]
     parameters: list[ref[Tensor]]
+    kept: frozenset[int] = frozenset()
     cached: int = 0
+    length: int = 0
     growing: dict[int, FunctionStep] | None = None
 
     def joined(self, other: "Plan") -> "Plan | None":
         """Return a plan for calls with at least as many tokens in their cache as in one of two traced calls, which this
-        plan and `other` describe. Return None if the calls differ in more than whole numbers that may grow linearly
-        with the number of tokens.
+        plan and `other` describe. Return None if the calls differ in more than whole numbers and sizes that may grow
+        linearly with the number of tokens, or if one of them first appears after the first attention call: if it grows
+        in another way later, the call cannot be traced any more. Also return None if the model may keep a result whose
+        size grows, such as a mask for each number of tokens.
         """
         first, second = sorted((self, other), key=lambda plan: plan.cached)
         if first.cached == second.cached or first.calls != second.calls or len(first.steps) != len(second.steps):
             return None
         growing: dict[int, FunctionStep] = {}
+        numbers, has_attended = {Growing(first.cached, 1), Growing(first.length, 1)}, False
         for index, (one, another) in enumerate(zip(first.steps, second.steps, strict=True)):
-            if one == another:
-                continue
-            if one[:2] != another[:2]:
-                return None
-            try:
-                values = [_grown(*pair, second.cached - first.cached) for pair in zip(one[2], another[2], strict=True)]
-            except ValueError:
-                return None
-            growing[index] = *one[:2], tuple(values)
-        return first._replace(growing=growing)
+            if one != another:
+                try:
+                    step, found = _grown_step(one, another, second.cached - first.cached)
+                except ValueError:
+                    return None
+                if has_attended and not found <= numbers:
+                    return None
+                growing[index] = step
+                numbers |= found
+            has_attended |= type(one[0]) is tuple  # the path of a module, and facts about its attention
+        return None if growing.keys() & (first.kept | second.kept) else first._replace(growing=growing)
 
     def with_cached(self, cached: int) -> "Plan | None":
         """Return the plan for calls with `cached` tokens in their cache of keys and values; None if the plan does not
@@ -348,31 +356,44 @@ class Plan(NamedTuple):
         steps = self.steps.copy()
         for index, (function, names, values) in self.growing.items():
             steps[index] = function, names, tuple(_after_growth(value, cached - self.cached) for value in values)
-        return self._replace(steps=steps, cached=cached)
+        return self._replace(steps=steps, cached=cached, length=self.length + cached - self.cached)
 
 
-def _grown(one: Any, other: Any, tokens: int) -> Any:
-    """Return the common description of an argument in two calls of a function, with `Growing` in place of each whole
-    number that grows linearly while the cache grows by `tokens`. Raise `ValueError` if the arguments differ in another
-    way.
+def _grown_step(one: FunctionStep, other: FunctionStep, tokens: int) -> tuple[FunctionStep, set[Growing]]:
+    """Return the common description of one step in two calls of a model, between which the cache has grown by `tokens`.
+    It has `Growing` in place of each whole number or size that grows linearly. Also return these. Raise `ValueError` if
+    the steps differ in another way.
     """
-    if one == other:
-        return one
-    if type(one) is type(other) is int and not (other - one) % tokens:
-        return Growing(one, (other - one) // tokens)
-    # The description of a container starts with its type, that of a tensor with a number, which must be the same.
-    if not type(one) is type(other) is tuple or one[0] != other[0] or one[0] not in _CONTAINERS:
+    numbers: set[Growing] = set()
+
+    def grown(one: Any, other: Any) -> Any:
+        if one == other:
+            return one
+        if type(one) is type(other) is int and not (other - one) % tokens:
+            numbers.add(Growing(one, (other - one) // tokens))
+            return Growing(one, (other - one) // tokens)
+        # The description of a container starts with its type, that of a tensor with a number, which must be the same.
+        if not type(one) is type(other) is tuple or one[0] != other[0] or len(one) != len(other):
+            raise ValueError
+        is_tensor = type(one[0]) is int
+        if not is_tensor and one[0] not in _CONTAINERS:
+            raise ValueError
+        elements = (*(grown(*pair) for pair in zip(one[1:], other[1:], strict=True)),)
+        if is_tensor and any(type(each) is Growing and each.first < 2 for each in elements):
+            raise ValueError  # an axis of size 1 may be broadcast
+        return one[0], *elements
+
+    if one[:2] != other[:2] or len(one[2]) != len(other[2]):
         raise ValueError
-    return one[0], *(_grown(*pair, tokens) for pair in zip(one[1:], other[1:], strict=True))
+    values = tuple(grown(*pair) for pair in zip(one[2], other[2], strict=True))
+    return (*one[:2], values), numbers
 
 
 def _after_growth(value: Any, tokens: int) -> Any:
     """Return the description of an argument after the cache has grown by `tokens`."""
     if type(value) is Growing:
         return value.first + value.slope * tokens
-    if type(value) is tuple and value and isinstance(value[0], type):
-        return tuple(_after_growth(each, tokens) for each in value)
-    return value
+    return tuple(_after_growth(each, tokens) for each in value) if type(value) is tuple else value
 
 
 _PLANS: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[tuple[Plan, bool]] | None]] = WeakKeyDictionary()
@@ -389,13 +410,15 @@ class PlanKey(NamedTuple):
     Attributes:
         model: the module that is called.
         kind: state of its modules, kind and sizes of its inputs, and settings of torch.
-        cached: number of tokens in a cache of keys and values among the inputs; 0 without one. Sizes of the inputs that
-            grow with it are not a part of `kind`.
+        cached: number of tokens in a cache of keys and values among the inputs; 0 without one.
+        length: this number and that of the tokens of the call; 0 without a cache. Sizes of inputs that are equal to it
+            are not a part of `kind`.
     """
 
     model: nn.Module
     kind: Hashable
     cached: int = 0
+    length: int = 0
 
     @staticmethod
     def of(model: nn.Module, state: Hashable, arguments: Mapping[str, Any]) -> "PlanKey | None":
@@ -405,9 +428,10 @@ class PlanKey(NamedTuple):
         contains itself, or a cache of keys and values of another class than `GROWING_CACHES`.
         """
         kinds: list[Hashable] = []
-        tokens, length, cache = 0, None, GrowingCache.of(arguments)
+        cached = length = 0
+        cache = GrowingCache.of(arguments)
         if cache is not None:
-            kinds, tokens, length = [cache.kind], cache.tokens, cache.length
+            kinds, cached, length = [cache.kind], cache.tokens, cache.length
             arguments = {name: value for name, value in arguments.items() if name != cache.name}
         if has_no_numbers() or are_nested_deeply(arguments.values()) or not _add_kind(arguments, kinds, {}, length):
             return None
@@ -415,7 +439,7 @@ class PlanKey(NamedTuple):
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in DEVICES
         ]
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._len_torch_function_stack()
-        return PlanKey(model, (state, *kinds, *modes, *autocast), tokens)
+        return PlanKey(model, (state, *kinds, *modes, *autocast), cached, length)
 
     def plans(self) -> list[Plan]:
         """Return the plans (stored facts about the model's attention) that calls with this key can follow. If there is
@@ -429,17 +453,19 @@ class PlanKey(NamedTuple):
         fitting = [plan.with_cached(self.cached) for plan, is_confirmed in known or () if is_confirmed]
         return [plan for plan in fitting if plan is not None]
 
-    def store(self, plan: Plan, *, is_confirmed: bool) -> None:
+    def store(self, plan: Plan) -> None:
         """Store a new plan (facts about the model's attention). The plan is not confirmed if the traced call may have
         computed tensors that the model keeps for later calls. It is then followed only after a second traced call has
-        produced the same plan.
+        produced the same plan, or one that can be joined with it.
         """
         of_model = _PLANS.setdefault(self.model, OrderedDict())
         plans = of_model.setdefault(self.kind, [])
         if plans is not None:
-            is_confirmed |= any((each.steps, each.calls) == (plan.steps, plan.calls) for each, _ in plans)
+            is_confirmed = not plan.kept or any(
+                (each.steps, each.calls) == (plan.steps, plan.calls) for each, _ in plans
+            )
             for index, (each, _) in enumerate(plans):
-                if (joined := each.joined(plan)) is not None:
+                if (joined := each.joined(plan)) is not None:  # two traced calls have confirmed it
                     plan, is_confirmed = joined, True
                     del plans[index]
                     break
@@ -462,13 +488,13 @@ class GrowingCache(NamedTuple):
         name: name of the argument.
         kind: classes of the cache, and sizes of the tensors in its layers except the number of tokens.
         tokens: number of tokens in it.
-        length: number of tokens after the call; None if the cache is empty.
+        length: number of tokens after the call; 0 if the cache is empty.
     """
 
     name: str
     kind: Hashable
     tokens: int
-    length: int | None
+    length: int
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> "GrowingCache | None":
@@ -482,14 +508,15 @@ class GrowingCache(NamedTuple):
             return None
         counts = {layer.get_seq_length() for layer in cache.layers} or {0}
         tensors = [] if counts == {0} else [each for layer in cache.layers for each in (layer.keys, layer.values)]
-        sizes = ((each.dtype, each.device, each.shape[:-2], each.shape[-1]) for each in tensors)
-        kind = type(cache), *map(type, cache.layers), *sizes
-        if counts == {0}:
-            return GrowingCache(name, kind, 0, None)
         if len(counts) > 1 or not isinstance(given, Tensor) or given.ndim < 2:
             return None
         tokens = counts.pop()
-        return GrowingCache(name, kind, tokens, tokens + given.shape[1])
+        # A layer with a window is full after some tokens, and does not grow any more.
+        sizes = (
+            (each.dtype, each.device, each.shape[:-2], each.shape[-1], each.shape[-2] < tokens) for each in tensors
+        )
+        kind = type(cache), *map(type, cache.layers), *sizes
+        return GrowingCache(name, kind, tokens, tokens + given.shape[1] if tokens else 0)
 
 
 def _name_of(value: Any) -> str:
@@ -497,7 +524,7 @@ def _name_of(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _add_kind(value: Any, kinds: list[Hashable], numbers: dict[int, int], length: int | None) -> bool:
+def _add_kind(value: Any, kinds: list[Hashable], numbers: dict[int, int], length: int) -> bool:
     """Append the kind of an argument of a model's call to `kinds`. The kind of a tensor is its dtype, device and shape,
     and a number from `numbers`, which is equal wherever the same tensor is passed. If `length` is the number of all
     tokens, also of those in a cache, it does not count as a size. Return False if no plan (stored facts about
@@ -507,7 +534,7 @@ def _add_kind(value: Any, kinds: list[Hashable], numbers: dict[int, int], length
         kinds.append((type(value), value))
     elif type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
         number = numbers.setdefault(id(value), len(numbers))
-        shape = value.shape if length is None else tuple(None if size == length else size for size in value.shape)
+        shape = tuple(None if size == length else size for size in value.shape) if length else value.shape
         kinds.append((number, value.dtype, value.device, shape))
     elif type(value) in (tuple, list):
         kinds.append((type(value), len(value)))
@@ -595,7 +622,8 @@ class Recording:
         self._steps, self._so_far, self._ran = steps, list(so_far), set(ran)
         self._calls: list[PlannedCall | None] = []
         self._weights: list[list[list[ref[Tensor]]]] = []
-        self._has_failed = self._may_be_kept = False
+        self._kept: set[int] = set()
+        self._has_failed = False
 
     @property
     def has_cache(self) -> bool:
@@ -614,9 +642,11 @@ class Recording:
 
     def on_function(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record that the model calls a torch function. No plan for later calls is made if the function returns numbers
-        of a tensor to Python after the first attention call: the model may take other steps if the numbers differ.
+        of a tensor to Python after the first attention call, or a tensor whose size depends on such numbers: the model
+        may take other steps if the numbers differ.
         """
-        self._has_failed |= bool(self._calls) and function in READINGS
+        if self._calls and not self._has_failed:
+            self._has_failed = function in READINGS or is_sized_by_numbers(function, args, kwargs)
         if not self._has_failed:
             self._so_far.append(self._steps.of(function, args, kwargs))
 
@@ -628,9 +658,9 @@ class Recording:
         if self._has_failed:
             return
         self._steps.add_results(result)
-        if self._calls and not self._may_be_kept and not all(map(is_of_input, tensors_among((result,)))):
+        if self._calls and not all(map(is_of_input, tensors_among((result,)))):
             *earlier, step = self._so_far
-            self._may_be_kept = step not in earlier
+            self._kept |= set() if step in earlier else {len(earlier)}
 
     def on_replaced(self, tensor: Tensor, other: Tensor) -> None:
         """Record that interceptors have put `tensor` in the place of `other`, a tensor that the model computed."""
@@ -668,8 +698,16 @@ class Recording:
         names = [call.site.path.split(".") for call in calls]
         around = frozenset(".".join(each[:depth]) for each in names for depth in range(len(each) + 1))
         parameters = list(self._steps.parameters.values())
-        plan = Plan(self._so_far, calls, around, frozenset(self._ran - around), parameters, self._key.cached)
-        self._key.store(plan, is_confirmed=not self._may_be_kept)
+        plan = Plan(
+            self._so_far,
+            calls,
+            around,
+            frozenset(self._ran - around),
+            parameters,
+            frozenset(self._kept),
+            *self._key[2:],
+        )
+        self._key.store(plan)
 
 
 class LoggedFunction(NamedTuple):
@@ -722,7 +760,7 @@ class Following:
         trace: Callable[["Following"], None],
     ) -> None:
         self._key, self._states, self._plans, self.given, self._trace = key, states, plans, given, trace
-        self.plan, self._steps = plans[0], Steps(given)
+        self.plan, self._steps = plans[0], Steps(given, with_sizes=key.cached > 0)
         self._step = self._call = 0
         self._ran: list[str] = []
         self.attended: list[list[Any]] = []

@@ -49,6 +49,22 @@ READINGS: Functions = frozenset(
 )
 """Functions that return numbers of a tensor to Python, where a model may decide by them what to compute."""
 
+_SIZED_BY_NUMBERS = functions_named(
+    *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave")
+)
+
+
+def is_sized_by_numbers(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if the size of a function's result may depend on the numbers in its arguments. A model may decide by
+    such a size what to compute, for example which experts.
+    """
+    if function in {torch.where, Tensor.where}:
+        return len(args) + len(kwargs) == 1
+    if function is not Tensor.__getitem__:
+        return function in _SIZED_BY_NUMBERS
+    indices = args[1] if isinstance(args[1], tuple | list) else args[1:]
+    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
 
 @dataclass(slots=True, eq=False)
 class FunctionCall:
