@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.statistics.registry import unit_of
 from research.census.watched import repeated
 from research.plain_models.dispatcher import record
 from research.plain_models.registry import Built, Case
@@ -18,20 +19,6 @@ from research.plain_models.statistics import POSITIONAL
 from research.plain_models.tracing import Call
 from research.plain_models.truth import attention_of
 
-SHARES = {
-    "evenness",
-    "confidence",
-    "confidence_content",
-    "self",
-    "previous",
-    "next",
-    "first",
-    "received",
-    "duplicate",
-    "induction",
-    "special",
-}
-"""Statistics with absolute errors; errors of others are relative to 1 + the number."""
 OUTCOMES = ("wrong", "silent", "not verified", "refused", "partly", "right", "no attention")
 """Outcomes of a call, worst first."""
 
@@ -178,7 +165,7 @@ def _judge_head(
             elif name != "written_norm":
                 verdict.add("silent", f"{label}: {name} is missing without a warning")
             continue
-        error = abs(measured[name] - number) / (1 if name in SHARES else 1 + abs(number))
+        error = abs(measured[name] - number) / (1 if unit_of(name) == "share" else 1 + abs(number))
         if not error <= budget:
             verdict.add("wrong", f"{label}: {name} is {measured[name]:.5f} instead of {number:.5f}")
     for name in sorted(measured.keys() & set(POSITIONAL) - expected.keys()):

@@ -24,8 +24,8 @@ from headwise.shapes import Float
 class RowBlock:
     """Attention weights of some query rows of some heads for the keys of one tile (rectangle of the score matrix), with
     sums and maxima of each row. The tensor `powers` has the unnormalized weights 2^(score - shift), with one shift per
-    row. Dividing a power by the `normalizer` of its row gives the attention weight. Keys outside of the tile have
-    weight 0.
+    row. Dividing a power by the `normalizer` of its row gives the attention weight. The tile includes every key that
+    its rows may attend to: keys outside of the tile have weight 0.
 
     Attributes:
         tile: the rows, sequences, heads and keys.

@@ -261,7 +261,9 @@ class Tile(NamedTuple):
 
     @property
     def is_visible(self) -> Bool[Tensor, "#batch #heads rows columns"]:
-        """True where a query row of the tile may attend to the key of a column. The tensor is computed at each use."""
+        """True where a query row of the tile may attend to the key of a column. The tensor is computed at each use.
+        It may be on the CPU if the scores are not.
+        """
         parts = [
             torch.ones(1, 1, 1, len(columns), dtype=torch.bool) if allowed is None else allowed
             for columns, allowed in self.visible_parts()
