@@ -378,7 +378,7 @@ def _grown_step(one: FunctionStep, other: FunctionStep, tokens: int) -> tuple[Fu
         is_tensor = type(one[0]) is int
         if not is_tensor and one[0] not in _CONTAINERS:
             raise ValueError
-        elements = (*(grown(*pair) for pair in zip(one[1:], other[1:], strict=True)),)
+        elements = tuple(grown(*pair) for pair in zip(one[1:], other[1:], strict=True))
         if is_tensor and any(type(each) is Growing and each.first < 2 for each in elements):
             raise ValueError  # an axis of size 1 may be broadcast
         return one[0], *elements

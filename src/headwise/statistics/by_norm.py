@@ -213,7 +213,7 @@ def _compared(
     of_attended = (weights.abs() @ norms[..., None].to(weights.dtype))[..., 0]
     difference = by_norm.tile.by_head(by_norm.powers / by_norm.normalizer).sub_(weights)
     moved = difference.abs_().sum(-1) / 2
-    is_visible = by_weight.tile.is_visible.to(norms.dtype)
+    is_visible = by_weight.tile.is_visible.to(norms)
     of_visible = (is_visible @ norms[..., None])[..., 0] / by_weight.visibility.visible_keys
     for each in (moved, (of_attended / of_visible).log()):
         yield each.double().masked_fill(~counted, 0.0).sum(-1)
