@@ -193,7 +193,8 @@ def _key_of(module_call: ModuleCall) -> PlanKey | None:
         return None
     changes = [type(each.interceptor).change is not Interceptor.change for each in interceptions]
     state = interceptions[0].states.read(), any(changes), module_call.path
-    return PlanKey.of(module_call.module, state, module_call.arguments)
+    may_grow = interceptions[0].states.may_grow
+    return PlanKey.of(module_call.module, state, module_call.arguments, may_grow=may_grow)
 
 
 def _pop(output: Any) -> Any:

@@ -53,6 +53,11 @@ GROWING_CACHES = frozenset(
 )
 """Names of the classes of caches, and of their layers, to which a call of a model adds the keys of its tokens."""
 
+GROWING_CODE = ("transformers", "torch")
+"""Packages of models whose steps are extrapolated to more tokens in a cache; the census compares all of these models.
+Other code may attend in another way from some number of tokens on, when it is too late to trace it.
+"""
+
 MOST_KINDS, MOST_VARIANTS = 256, 4
 """Largest numbers of kinds of calls for which plans of one model are kept, and of plans for each kind."""
 
@@ -421,15 +426,18 @@ class PlanKey(NamedTuple):
     length: int = 0
 
     @staticmethod
-    def of(model: nn.Module, state: Hashable, arguments: Mapping[str, Any]) -> "PlanKey | None":
+    def of(
+        model: nn.Module, state: Hashable, arguments: Mapping[str, Any], *, may_grow: bool = False
+    ) -> "PlanKey | None":
         """Return the key under which plans (stored facts about the model's attention) for a call of `model` are kept.
         Two calls have the same key if the `state` of the modules, the kinds and sizes of the `arguments`, and settings
-        of torch such as autocast are the same. Return None if an argument rules out a plan, such as a list that
+        of torch such as autocast are the same. With `may_grow`, the number of tokens in a growing cache may differ.
+        Return None if an argument rules out a plan, such as a list that
         contains itself, or a cache of keys and values of another class than `GROWING_CACHES`.
         """
         kinds: list[Hashable] = []
         cached = length = 0
-        cache = GrowingCache.of(arguments)
+        cache = GrowingCache.of(arguments) if may_grow else None
         if cache is not None:
             kinds, cached, length = [cache.kind], cache.tokens, cache.length
             arguments = {name: value for name, value in arguments.items() if name != cache.name}
@@ -555,10 +563,12 @@ class ModuleStates:
 
     Attributes:
         model: the model.
+        may_grow: True if all modules are of `GROWING_CODE`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules, self.model = list(model.modules()), model
+        self.may_grow = {type(each).__module__.split(".")[0] for each in modules} <= set(GROWING_CODE)
         self._vars = [vars(each) for each in modules]
         hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         written = [each for each in modules if each._modules or not type(each).__module__.startswith("torch.nn.")]
