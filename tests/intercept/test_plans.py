@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 
 import headwise as hw
 from headwise.intercept import plans
+from headwise.intercept.trace.functions import is_sized_by_numbers
 from tiny import FAMILIES, PADDED, TOKENS, family
 from tiny import model as decoder_of
 
@@ -624,11 +626,20 @@ class OtherLayer(transformers.cache_utils.DynamicLayer):
     """Layer of a cache whose class is unknown."""
 
 
+def shortened(layer, keys, values, *_):
+    """Add keys and values to a layer of a cache, and return only those of the latest 4 tokens."""
+    return tuple(each[:, :, -4:] for each in type(layer).update(layer, keys, values))
+
+
 CACHE_CHANGES = {
     "cropped": lambda cache: cache.crop(-2),
     "reordered": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
     "without a layer's tokens": lambda cache: cache.layers[1].crop(-1),
     "with other keys": lambda cache: cache.layers[0].keys.neg_(),
+    "with another method": lambda cache: setattr(
+        cache.layers[1], "update", lambda *states: shortened(cache.layers[1], *states)
+    ),
+    "with shared keys": lambda cache: setattr(cache.layers[1], "keys", cache.layers[0].keys),
     "of another class": lambda cache: setattr(
         cache.layers[1], "__class__", type("Other", (type(cache.layers[1]),), {})
     ),
@@ -732,6 +743,35 @@ class Experts(Attention):
             if rows.shape[0]:
                 out = out + layer(out)
         return out
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, count: x[:, :count],
+        lambda x, count: torch.arange(count),
+        lambda x, count: x.expand(count, -1, -1),
+        lambda x, count: F.one_hot(count[None]),
+        lambda x, count: (x > 0).nonzero(),
+        lambda x, count: x[:, (x > 0)[0, :, 0]],
+    ],
+)
+def test_functions_whose_results_have_a_size_by_numbers_are_known(call):
+    found = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            found.append(is_sized_by_numbers(func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    x, count = torch.randn(1, 3, 2), torch.tensor(2)
+    with Mode():
+        x.reshape(3, 2)[None, 0] + x[0].expand(1, -1, -1)
+        torch.where(x > 0, x, count)
+    assert not any(found)
+    with Mode():
+        call(x, count)
+    assert any(found)
 
 
 def test_models_that_choose_by_the_number_of_selected_tokens_are_traced(followed, traced):

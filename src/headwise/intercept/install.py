@@ -18,7 +18,7 @@ from headwise.errors import InputError
 from headwise.intercept.adapters.all_adapters import function_patches
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.layer_index import is_inside
-from headwise.intercept.module_hooks import ModuleHooks
+from headwise.intercept.module_hooks import ModuleHooks, has_foreign_hooks
 from headwise.intercept.plans import ModuleStates
 from headwise.intercept.session import Session
 from headwise.intercept.site import Site, sites_by_path
@@ -115,7 +115,9 @@ class HooksAndPatches:
         context: str,
         opaque: Collection[str] = (),
     ) -> None:
-        self.interceptor, self.states, self.has_statements = interceptor, ModuleStates(model), bool(sites)
+        has_other_hooks = any(map(has_foreign_hooks, model.modules()))
+        self.states = ModuleStates(model, has_other_hooks=has_other_hooks)
+        self.interceptor, self.has_statements = interceptor, bool(sites)
         self._hooks = [
             ModuleHooks(interceptor, path, module, sites.get(path), context)
             for path, module in model.named_modules()

@@ -192,7 +192,7 @@ class Steps:
     """
 
     def __init__(self, given: Iterable[Any], *, with_sizes: bool = False) -> None:
-        self._numbers: dict[int, tuple[ref[Tensor], tuple[int, ...]]] = {}
+        self._numbers: dict[int, tuple[ref[Tensor], tuple[Any, ...]]] = {}
         self._count, self._with_sizes = 0, with_sizes
         self.parameters: dict[int, ref[Tensor]] = {}
         self.add_results(list(given))
@@ -246,10 +246,12 @@ class Steps:
         """Record that interceptors have put `tensor` in the place of `other`. Both then have the same description."""
         self._numbers[id(tensor)] = ref(tensor), self._described(other)
 
-    def _number(self, tensor: Tensor) -> tuple[int, ...]:
+    def _number(self, tensor: Tensor) -> tuple[Any, ...]:
         """Assign the next unused number to a tensor. Return its description: this number, and the sizes if wanted."""
         self._count += 1
-        described = (self._count, *tensor.shape) if self._with_sizes else (self._count,)
+        described: tuple[Any, ...] = (self._count,)
+        if self._with_sizes:  # a nested tensor need not have a shape
+            described = (self._count, object()) if tensor.is_nested else (self._count, *tensor.shape)
         self._numbers[id(tensor)] = ref(tensor), described
         return described
 
@@ -519,11 +521,13 @@ class GrowingCache(NamedTuple):
         if len(counts) > 1 or not isinstance(given, Tensor) or given.ndim < 2:
             return None
         tokens = counts.pop()
+        numbers: dict[int, int] = {}
+        identities = [numbers.setdefault(id(each), len(numbers)) for each in tensors]
         # A layer with a window is full after some tokens, and does not grow any more.
         sizes = (
             (each.dtype, each.device, each.shape[:-2], each.shape[-1], each.shape[-2] < tokens) for each in tensors
         )
-        kind = type(cache), *map(type, cache.layers), *sizes
+        kind = type(cache), *((type(layer), *vars(layer)) for layer in cache.layers), *sizes, *identities
         return GrowingCache(name, kind, tokens, tokens + given.shape[1] if tokens else 0)
 
 
@@ -561,14 +565,20 @@ class ModuleStates:
     parameters, and replaced methods `forward`. If such a property changes, other plans (stored facts about the model's
     attention) apply. Any other change appears in the torch functions that the model calls.
 
+    Args:
+        model: the model.
+        has_other_hooks: True if modules have hooks that headwise has not registered.
+
     Attributes:
         model: the model.
-        may_grow: True if all modules are of `GROWING_CODE`.
+        may_grow: True if all modules are of `GROWING_CODE`, without other hooks or replaced methods `forward`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, has_other_hooks: bool) -> None:
         modules, self.model = list(model.modules()), model
-        self.may_grow = {type(each).__module__.split(".")[0] for each in modules} <= set(GROWING_CODE)
+        packages = {type(each).__module__.split(".")[0] for each in modules}
+        is_replaced = any("forward" in vars(each) for each in modules)
+        self.may_grow = packages <= set(GROWING_CODE) and not is_replaced and not has_other_hooks
         self._vars = [vars(each) for each in modules]
         hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         written = [each for each in modules if each._modules or not type(each).__module__.startswith("torch.nn.")]

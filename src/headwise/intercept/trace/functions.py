@@ -52,6 +52,11 @@ READINGS: Functions = frozenset(
 _SIZED_BY_NUMBERS = functions_named(
     *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave")
 )
+_SIZED_BY_ARGUMENTS = functions_named(
+    *("arange", "linspace", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "eye", "tile", "repeat"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "expand", "broadcast_to", "reshape", "view", "unflatten"),
+    *("narrow", "split", "chunk", "tensor_split", "as_strided"),
+)
 
 
 def is_sized_by_numbers(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -60,10 +65,16 @@ def is_sized_by_numbers(function: Callable[..., Any], args: Sequence[Any], kwarg
     """
     if function in {torch.where, Tensor.where}:
         return len(args) + len(kwargs) == 1
+    if function is F.one_hot:
+        return len(args) + len(kwargs) == 1 or -1 in (args[-1], kwargs.get("num_classes"))
     if function is not Tensor.__getitem__:
-        return function in _SIZED_BY_NUMBERS
+        numbers = [each for each in tensors_among((*args, *kwargs.values())) if not each.ndim]
+        has_number = any(not each.is_floating_point() for each in numbers)
+        return function in _SIZED_BY_NUMBERS or (has_number and function in _SIZED_BY_ARGUMENTS)
     indices = args[1] if isinstance(args[1], tuple | list) else args[1:]
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    bounds = [bound for each in indices if isinstance(each, slice) for bound in (each.start, each.stop, each.step)]
+    is_mask = any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices)
+    return is_mask or any(isinstance(each, Tensor) for each in bounds)
 
 
 @dataclass(slots=True, eq=False)
