@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections import UserDict
 from collections.abc import Callable
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
