@@ -767,6 +767,7 @@ def test_functions_whose_results_have_a_size_by_numbers_are_known(call):
     with Mode():
         x.reshape(3, 2)[None, 0] + x[0].expand(1, -1, -1)
         torch.where(x > 0, x, count)
+        F.one_hot(torch.arange(3), 5) + F.one_hot(input=torch.arange(3), num_classes=5)
     assert not any(found)
     with Mode():
         call(x, count)

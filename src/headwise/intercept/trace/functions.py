@@ -66,7 +66,8 @@ def is_sized_by_numbers(function: Callable[..., Any], args: Sequence[Any], kwarg
     if function in {torch.where, Tensor.where}:
         return len(args) + len(kwargs) == 1
     if function is F.one_hot:
-        return len(args) + len(kwargs) == 1 or -1 in (args[-1], kwargs.get("num_classes"))
+        classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        return not isinstance(classes, int) or classes < 0
     if function is not Tensor.__getitem__:
         numbers = [each for each in tensors_among((*args, *kwargs.values())) if not each.ndim]
         has_number = any(not each.is_floating_point() for each in numbers)
