@@ -54,9 +54,12 @@ GROWING_CACHES = frozenset(
 """Names of the classes of caches, and of their layers, to which a call of a model adds the keys of its tokens."""
 
 GROWING_CODE = ("transformers", "torch")
-"""Packages of models whose steps are extrapolated to more tokens in a cache; the census compares all of these models.
-Other code may attend in another way from some number of tokens on, when it is too late to trace it.
+"""Packages of models whose steps are extrapolated to more tokens in a cache. Other code may attend in another way from
+some number of tokens on, when it is too late to trace it.
 """
+
+CACHE = "past_key_values"
+"""Name of the argument of such models that is a cache of keys and values."""
 
 MOST_KINDS, MOST_VARIANTS = 256, 4
 """Largest numbers of kinds of calls for which plans of one model are kept, and of plans for each kind."""
@@ -442,7 +445,7 @@ class PlanKey(NamedTuple):
         cache = GrowingCache.of(arguments) if may_grow else None
         if cache is not None:
             kinds, cached, length = [cache.kind], cache.tokens, cache.length
-            arguments = {name: value for name, value in arguments.items() if name != cache.name}
+            arguments = {name: value for name, value in arguments.items() if name != CACHE}
         if has_no_numbers() or are_nested_deeply(arguments.values()) or not _add_kind(arguments, kinds, {}, length):
             return None
         autocast = [
@@ -495,13 +498,11 @@ class GrowingCache(NamedTuple):
     """Cache of keys and values that a model is called with. Its classes are among `GROWING_CACHES`.
 
     Attributes:
-        name: name of the argument.
         kind: classes of the cache, and sizes of the tensors in its layers except the number of tokens.
         tokens: number of tokens in it.
         length: number of tokens after the call; 0 if the cache is empty.
     """
 
-    name: str
     kind: Hashable
     tokens: int
     length: int
@@ -511,8 +512,7 @@ class GrowingCache(NamedTuple):
         """Return the cache among the arguments of a model's call. Return None if there is none of a known class, or if
         its layers have different numbers of tokens, or the number of new tokens is unknown.
         """
-        name = "past_key_values"
-        cache: Any = arguments.get(name)
+        cache: Any = arguments.get(CACHE)
         given = arguments.get("input_ids", arguments.get("inputs_embeds"))
         if _name_of(cache) not in GROWING_CACHES or not {_name_of(each) for each in cache.layers} <= GROWING_CACHES:
             return None
@@ -528,7 +528,7 @@ class GrowingCache(NamedTuple):
             (each.dtype, each.device, each.shape[:-2], each.shape[-1], each.shape[-2] < tokens) for each in tensors
         )
         kind = type(cache), *((type(layer), *vars(layer)) for layer in cache.layers), *sizes, *identities
-        return GrowingCache(name, kind, tokens, tokens + given.shape[1] if tokens else 0)
+        return GrowingCache(kind, tokens, tokens + given.shape[1] if tokens else 0)
 
 
 def _name_of(value: Any) -> str:
