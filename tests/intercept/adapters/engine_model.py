@@ -40,24 +40,43 @@ def model_of(attend, **options):
     return nn.Sequential(EngineAttention(attend, **options)).double()
 
 
-def statistics_of_sequences(weights, outs=None, projection=None, **options):
-    """Return the statistics of each head: their means over sequences with these weights `(heads, queries, keys)` and
-    outputs `(queries, heads, value_dim)`.
+def statistics_of_sequences(weights, outs=None, scores=None, uncapped=None, projection=None):
+    """Return the statistics of each head: their means over sequences, and the largest of the largest logits.
+
+    Args:
+        weights: attention weights `(heads, queries, keys)` of each sequence.
+        outs: outputs `(queries, heads, value_dim)` of each sequence, for "output_norm".
+        scores: scores as they enter the softmax, in the shape of the weights, for "max_logit".
+        uncapped: scores before the softcap and without the bias, for "max_logit_uncapped".
+        projection: weight of the output projection `(width, heads * value_dim)`, for "written_norm".
     """
     rows = []
     for head in range(len(weights[0])):
         found = [
-            statistics_of(each[head], out=None if outs is None else outs[n][:, head], **options)
+            statistics_of(
+                each[head],
+                out=None if outs is None else outs[n][:, head],
+                projection=None if projection is None else projection.T.unflatten(0, (len(each), -1))[head],
+                scores=None if scores is None else scores[n][head],
+                uncapped=None if uncapped is None else uncapped[n][head],
+            )
             for n, each in enumerate(weights)
         ]
         names = set().union(*found)
         values = {name: [each[name] for each in found if name in each] for name in names}
-        rows.append({name: sum(numbers) / len(numbers) for name, numbers in values.items()})
+        rows.append(
+            {
+                name: max(numbers) if name.startswith("max_logit") else sum(numbers) / len(numbers)
+                for name, numbers in values.items()
+            }
+        )
     return rows
 
 
-def require_rows(heads, weights, outs=None, without=frozenset()):
-    """Compare the rows of `watch` with the statistics of weights of several sequences. `output_norm` is compared if
-    outputs are passed. `written_norm`, `max_logit` and `max_logit_uncapped` are not compared.
+def require_rows(heads, weights, outs=None, without=frozenset(), **options):
+    """Compare the rows of `watch` with the statistics of weights of several sequences. `output_norm`, `written_norm`,
+    `max_logit` and `max_logit_uncapped` are compared if the arguments that `statistics_of_sequences` needs for them are
+    passed.
     """
-    require_statistics(heads.rows(), statistics_of_sequences(weights, outs), without=without, tolerance=1e-9)
+    expected = statistics_of_sequences(weights, outs, **options)
+    require_statistics(heads.rows(), expected, without=without, tolerance=1e-12)
