@@ -190,9 +190,10 @@ def induction(folder: Path) -> list[str]:
         "### The induction heads",
         "",
         "An induction head attends to the token that followed an earlier copy of the current token. Induction heads "
-        "are found on repeated random tokens: 25 random tokens, 4 times in a row, in 10 samples (Olsson et al. 2022). "
-        f"The losses below are measured on the same random tokens. {len(heads)} heads put at least half of their "
-        "attention "
+        "are found on repeated random tokens: in each of 10 samples, a sequence of 25 random tokens is written 4 "
+        "times, one after another (Olsson et al. 2022). "
+        f"The losses below are measured on these random tokens and on text. {len(heads)} heads put at least "
+        "half of their attention "
         "on the token after an earlier copy. They follow as layer.head, with their share of attention: "
         f"{', '.join(found)}.",
         "",
@@ -224,9 +225,8 @@ def control_table(folder: Path) -> list[str]:
         "when random sets of equally many other heads are removed. The random sets are drawn from all layers "
         "(anywhere), or with the same number of heads in each layer as the induction heads (same layers). No two sets "
         "are equal. The p-value is the share of sets whose effect is at least that of the induction heads, which count "
-        "as one of the sets. So with N random sets, it cannot be below 1 / (N + 1). q is the corrected p-value. On the "
-        "text, the sets are "
-        f"compared on {tables['text-zero'].rows[0].statistics['cost'].n} of the documents.",
+        "as one of the sets. So with N random sets, it cannot be below 1 / (N + 1). q is the corrected p-value. The "
+        f"loss on text is that of {tables['text-zero'].rows[0].statistics['cost'].n} of the documents.",
         "",
         *markdown_table(headers, rows),
         " ".join(reading(name, [q[name, kind] for kind in KINDS]) for name in WORDS),

@@ -243,7 +243,7 @@ class AcceleratedHooks(UncopiedHooks):
 
     @property
     def remedy(self) -> str:
-        """Advice, for error messages, on how to remove the hooks."""
+        """Advice, for error messages, on how to remove these hooks."""
         return "leave the context of hw.accelerate first, or call its method restore"
 
     def register(self, module: nn.Module) -> Iterator[RemovableHandle]:

@@ -1,28 +1,30 @@
 """Plans of a model's attention, which are made when calls of the model are traced, and followed by later calls.
 
 A call of a model is traced: a torch function mode follows every tensor from the inputs to attention, and from there to
-the output projection. If functions that state their heads compute all attention of the model, the derived facts are
-kept as a `Plan`, with the steps of the call: which function the model called, with which earlier results. If the model
-has computed tensors after attention that depend on none of its inputs, it may keep them for later calls, and a second
-traced call with the same steps has to confirm the plan. A later call follows it. Its mode derives nothing, but compares
-each step with the plan, so that the same facts hold. Mask, padding and token ids are read in every call.
+the output projection. If torch's SDPA, `transformers`, `headwise.attend` or an engine of `adapters/` computes all
+attention of the model, the derived facts are kept as a `Plan`, with the steps of the call: which function the model
+called, with which earlier results. The model may have computed tensors after attention that depend on none of the
+model's inputs, and keep them for later calls. Then a second traced call with the same steps has to confirm the plan. A
+later call follows the plan. The torch function mode then derives nothing, but compares each step with the plan, so that
+the same facts hold. Mask, padding and token ids are read in every call.
 
-If a step differs before the model has attended, another plan may state it; otherwise the call is traced from there. If
-a step differs later, the modules that attend in this call are left out by name.
+If a step differs from the plan before the model has attended, another plan may contain this step; otherwise the rest of
+the call is traced. If a step differs later, the modules that attend in this call are left out by name.
 
 In generation, each call has one more token in its cache of keys and values. Two traced calls with different numbers of
-cached tokens show which numbers in the steps grow with it, and how. Later calls with at least as many cached tokens
-follow a plan in which these numbers have grown accordingly (`Plan.with_cached`).
+cached tokens show which numbers in the steps grow with the number of cached tokens, and how. Later calls with at least
+as many cached tokens follow a plan in which these numbers have grown accordingly (`Plan.with_cached`).
 
 A plan is followed only by calls with the same
 
 - module that is called, and state of its modules (`ModuleStates`): the modules and parameters themselves, training
   mode, numbers, flags and names among their attributes and in their configurations, the number of their hooks, and
-  methods `forward` of single objects;
-- names, kinds and sizes of the arguments, the numbers and strings among them, and the same tensors in two places; of a
+  methods `forward` that are set on one module instead of its class;
+- names, kinds and sizes of the arguments, the numbers and strings among them, and which arguments are one tensor; of a
   cache of keys and values, classes and sizes except the number of tokens;
 - gradient mode, inference mode, autocast, and number of torch function modes (`PlanKey`);
-- interception: one model, nothing stated by the user, and interceptors that change outputs or only observe.
+- interception: one model, no statement of the user about its attention, such as `padding`, and interceptors that
+  change outputs or only observe.
 
 Everything else is compared while the call runs: each function with its arguments, among them the same parameters, and
 each attention call with its module, function, heads and features.
@@ -54,8 +56,8 @@ GROWING_CACHES = frozenset(
 """Names of the classes of caches, and of their layers, to which a call of a model adds the keys of its tokens."""
 
 GROWING_CODE = ("transformers", "torch")
-"""Packages of models whose steps are extrapolated to more tokens in a cache. Other code may attend in another way from
-some number of tokens on, when it is too late to trace it.
+"""Packages whose models have steps that are extrapolated to more tokens in a cache. Models of other code may attend in
+another way from some number of tokens on. That would be noticed after they have attended, too late to trace the call.
 """
 
 CACHE = "past_key_values"
@@ -331,11 +333,12 @@ class Plan(NamedTuple):
     growing: dict[int, FunctionStep] | None = None
 
     def joined(self, other: "Plan") -> "Plan | None":
-        """Return a plan for calls with at least as many tokens in their cache as in one of two traced calls, which this
-        plan and `other` describe. Return None if the calls differ in more than whole numbers and sizes that may grow
-        linearly with the number of tokens, or if one of them first appears after the first attention call: if it grows
-        in another way later, the call cannot be traced any more. Also return None if the model may keep a result whose
-        size grows, such as a mask for each number of tokens.
+        """Return a plan for calls with more tokens in their cache than in the two traced calls that this plan and
+        `other` describe. It also applies to the one of the two that had fewer. Return None if the two calls differ in
+        more than whole numbers and sizes that may grow linearly with the number of tokens. Also return None if such a
+        number first appears after the first attention call. It may grow in another way later, and this would be noticed
+        when the call cannot be traced any more. Also return None if the model may store a result whose size grows, such
+        as a mask for each number of tokens, for later calls.
         """
         first, second = sorted((self, other), key=lambda plan: plan.cached)
         if first.cached == second.cached or first.calls != second.calls or len(first.steps) != len(second.steps):
@@ -371,8 +374,8 @@ class Plan(NamedTuple):
 
 def _grown_step(one: FunctionStep, other: FunctionStep, tokens: int) -> tuple[FunctionStep, set[Growing]]:
     """Return the common description of one step in two calls of a model, between which the cache has grown by `tokens`.
-    It has `Growing` in place of each whole number or size that grows linearly. Also return these. Raise `ValueError` if
-    the steps differ in another way.
+    It has `Growing` in place of each whole number or size that grows linearly. Also return the `Growing` objects. Raise
+    `ValueError` if the steps differ in another way.
     """
     numbers: set[Growing] = set()
 
@@ -437,8 +440,8 @@ class PlanKey(NamedTuple):
         """Return the key under which plans (stored facts about the model's attention) for a call of `model` are kept.
         Two calls have the same key if the `state` of the modules, the kinds and sizes of the `arguments`, and settings
         of torch such as autocast are the same. With `may_grow`, the number of tokens in a growing cache may differ.
-        Return None if an argument rules out a plan, such as a list that
-        contains itself, or a cache of keys and values of another class than `GROWING_CACHES`.
+        Return None if an argument rules out a plan, such as a list that contains itself, or a cache of keys and values
+        of another class than `GROWING_CACHES`.
         """
         kinds: list[Hashable] = []
         cached = length = 0
@@ -495,12 +498,13 @@ class PlanKey(NamedTuple):
 
 
 class GrowingCache(NamedTuple):
-    """Cache of keys and values that a model is called with. Its classes are among `GROWING_CACHES`.
+    """Cache of keys and values that a model is called with. The classes of the cache and of its layers are among
+    `GROWING_CACHES`.
 
     Attributes:
         kind: classes of the cache, and sizes of the tensors in its layers except the number of tokens.
         tokens: number of tokens in it.
-        length: number of tokens after the call; 0 if the cache is empty.
+        length: number of tokens after the call. It is 0 for a cache that is empty before the call, as without a cache.
     """
 
     kind: Hashable
@@ -571,7 +575,8 @@ class ModuleStates:
 
     Attributes:
         model: the model.
-        may_grow: True if all modules are of `GROWING_CODE`, without other hooks or replaced methods `forward`.
+        may_grow: True if steps of generation may follow plans: all modules are of `GROWING_CODE`, without other hooks
+            or replaced methods `forward`.
     """
 
     def __init__(self, model: nn.Module, *, has_other_hooks: bool) -> None:

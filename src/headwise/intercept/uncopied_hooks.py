@@ -29,7 +29,7 @@ class UncopiedHooks:
 
     @property
     def remedy(self) -> str:
-        """Advice on how to remove the hooks, for error messages."""
+        """Advice on how to remove these hooks, for error messages."""
         return f"leave the context of {self.context} first"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "UncopiedHooks":

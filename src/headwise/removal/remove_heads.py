@@ -221,8 +221,8 @@ def class_of_saved(loader: Any, config: Any) -> Any:
             dense = type(loader.from_config(config))
 
     class Pruned(dense):  # type: ignore[misc]
-        """Subclass of the class of an unpruned model. When a model of this class is created, all heads except those
-        that its configuration lists are removed.
+        """Subclass of the class of an unpruned model. When a model of this class is created, all heads that its
+        configuration does not list are removed.
         """
 
         def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:

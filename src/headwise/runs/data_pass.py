@@ -65,8 +65,8 @@ class PassProgress:
 @storable
 @dataclass
 class SiteProgress(PassProgress):
-    """Progress of one pass over a data set, and the results of this process so far: `records` has the statistics of the
-    heads of each attention module.
+    """Progress of one pass over a data set, and its results so far. If several processes share the data set, these are
+    the results of one process: `records` has the statistics of the heads of each attention module.
     """
 
     records: list[SiteRecord] = field(default_factory=list)

@@ -209,7 +209,7 @@ class HeadLayout:
 
     @property
     def head_count(self) -> int:
-        """Number of heads."""
+        """Number of heads in the attention output whose axes this object describes."""
         return prod(factor.size for factor in self.heads)
 
     @property

@@ -60,8 +60,8 @@ _SIZED_BY_ARGUMENTS = functions_named(
 
 
 def is_sized_by_numbers(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if the size of a function's result may depend on the numbers in its arguments. A model may decide by
-    such a size what to compute, for example which experts.
+    """Return True if the size of a function's result may depend on the values of the elements of its tensors, as that
+    of `nonzero`. A model may decide by such a size what to compute, for example which experts.
     """
     if function in {torch.where, Tensor.where}:
         return len(args) + len(kwargs) == 1

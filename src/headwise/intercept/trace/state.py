@@ -203,8 +203,9 @@ class Weights:
         return self.arranged(self.kept.tensor)
 
     def on_unfollowed_use(self, tensor: Tensor, result: Any) -> None:
-        """Record that a function used these weights, its argument `tensor`, in a way that is not followed. A `result`
-        of all weights that has at most one number for each row, such as a mean, contains no weights of single keys.
+        """Record that a function used these weights in a way that is not followed. `tensor` is the argument of the
+        function that holds them. The function may have used a part of the weights for another purpose. That is not so
+        if it used all weights, and its `result` has at most one number for each row, such as a mean.
         """
         softmax, keys = self.softmax, self.kept.tensor.shape[self.softmax.dim]
         softmax.is_used = True

@@ -32,8 +32,8 @@ _MAPS = ADDED_PRODUCTS | CONVOLUTIONS | {F.linear}
 def report_averages(call: FunctionCall) -> None:
     """Report the running module to the interceptors if a function call computes an average by weights that are not
     followed as attention weights. Such a call multiplies two activations and sums over an axis. One of the two is
-    normalised along this axis: it has no negative number, and its sums are 1, or 0 if everything is hidden. A product
-    of queries and keys without negative numbers is reported although it is not normalised.
+    normalised along this axis: it has no negative number, and its sums are 1, or 0 if everything is hidden. If it is a
+    product of queries and keys that has no negative number, the call is reported even if nothing is normalised.
 
     An average over features of the same token, such as one over experts, is not reported.
     """
@@ -83,9 +83,9 @@ def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> st
 
 def report_new_tensors(call: FunctionCall, result: Any) -> None:
     """Record in the running module if an argument of a function call may be the output of attention by functions that
-    are not followed, such as scripted ones. Such a tensor was computed by no followed function, and before it appeared,
-    the module computed projections whose sizes fit its queries, keys and values. If the call itself is a projection,
-    record its size.
+    are not followed, such as scripted ones. A tensor counts as such an output if no followed function computed it, and
+    the module had computed projections before whose sizes fit the queries, keys and values of an attention with this
+    output. If the call itself is a projection, record its size.
     """
     owner = _owner()
     if owner.projected:
