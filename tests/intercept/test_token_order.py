@@ -179,6 +179,28 @@ def test_positions_are_reported_where_queries_and_keys_have_one_order(name, atte
     assert all(row.keys() >= OF_POSITIONS for row in heads.rows())
 
 
+class OfTwoInputs(nn.Module):
+    """Attention over tokens whose features are those of a linear map, and those that the model was called with."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.first, self.out, self.attend = nn.Linear(15, 15), nn.Linear(15, 15), attend
+        self.q, self.k, self.v = (nn.Linear(30, 15) for _ in range(3))
+
+    def forward(self, x):
+        joined = torch.cat([self.first(x), x], -1)
+        return self.out(merge(self.attend(*(split(each(joined)) for each in (self.q, self.k, self.v)))))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("attend", ATTENTIONS)
+def test_positions_are_reported_where_features_of_two_tensors_are_joined(attend):
+    model = OfTwoInputs(attend)
+    with hw.watch(model) as heads:
+        model(torch.randn(2, 7, 15))
+    assert all(row.keys() >= OF_POSITIONS for row in heads.rows())
+
+
 class Joint(nn.Module):
     """Attention over two streams of tokens, each of which has projections of its own.
 

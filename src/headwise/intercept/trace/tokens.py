@@ -210,7 +210,7 @@ class TokenNumbers:
             is_last = is_trusted or (tensor.layout is torch.strided and tensor.stride(-1) == 1)
             return tensor.ndim - 1 not in axes or not is_last
         numbers = numbered.numbers
-        return any(numbers.stride(axis) and not _repeats(numbers, numbers.narrow(axis, 0, 1)) for axis in axes)
+        return any(numbers.stride(axis) and _are_several(numbers, axis) for axis in axes)
 
     def discard(self, tensor: Tensor) -> None:
         """Discard the token numbers of a tensor, which state the token that each element belongs to."""
@@ -322,6 +322,12 @@ def _joined_maps(parts: list[NumberedTokens], call: FunctionCall) -> _JoinedMaps
         return None
     firsts = dict(zip(maps, accumulate((prod(each.shape) for each in maps), initial=0), strict=False))
     return _JoinedMaps(LinearMapCall(tuple(size for each in maps for size in each.shape)), firsts)
+
+
+def _are_several(numbers: Tensor, axis: int) -> bool:
+    """Return True if elements along an axis are known to belong to different tokens; 0 stands for an unknown token."""
+    largest = numbers.amax(axis, keepdim=True)
+    return bool(((numbers != largest) & (numbers > 0)).any())
 
 
 def _repeats(numbers: Tensor, once: Tensor) -> bool:
