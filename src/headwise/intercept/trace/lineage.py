@@ -122,6 +122,8 @@ class Lineage:
         reorderings: those of them that contain all sequences or their tokens in another order.
         tokens: numbers of the tokens in the tensors.
         ids: token ids that the model looks up.
+        depends_on_indices: True if a derived fact depends on the numbers in a tensor by which the model selects. Such a
+            tensor may have other numbers in the next call.
     """
 
     def __init__(self, before: "Lineage | None" = None) -> None:
@@ -143,7 +145,7 @@ class Lineage:
         self.placed = self._state_bit("placed")
         self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
         self.recurrent_keys: set[tuple[frozenset[Hashable], int]] = set()
-        self.tokens, self.ids = TokenNumbers(), LookedUpIds()
+        self.tokens, self.ids, self.depends_on_indices = TokenNumbers(), LookedUpIds(), False
         self.given = union_of(self.origin(tensor, ()) for tensor in tensors_among(given)).sources
         self.outside = 0
 
@@ -178,6 +180,8 @@ class Lineage:
                 is_whole = is_selected and is_of_sequences and tensors[0].shape == tensor.shape
                 if is_whole and _moves_tokens(call, tensors[0]):
                     self.reorderings |= after.joined & ~origin.joined
+                elif is_whole:  # by an index that has changed nothing
+                    self.depends_on_indices = True
         else:
             for tensor in results:
                 self.set(tensor, origin)
