@@ -540,6 +540,27 @@ def test_an_index_of_heads_may_change_between_two_calls():
     assert any(each == f"{HEADS_UNKNOWN}: layers.0" for each in messages)
 
 
+class Overwriting(nn.Module):
+    """Attention that overwrites some of its token ids after it has looked up their embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.attention = nn.Embedding(9, 24), Attention()
+
+    def forward(self, input_ids):
+        """Return the output of attention."""
+        x = self.embedding(input_ids)
+        input_ids.masked_fill_(input_ids == 8, 0)
+        return self.attention(x)
+
+
+def test_token_ids_may_be_overwritten_after_their_embeddings_were_looked_up(traced):
+    model = Overwriting()
+    calls = [lambda model, ids=ids: model(torch.tensor([ids])) for ids in ([1, 2, 1, 3], [2, 2, 0, 0], [8, 0, 8, 0])]
+    require_equal(watched(model, *calls), traced(copy.deepcopy(model), *calls))
+
+
 def test_a_model_with_plans_is_freed():
     model = Model()
     model.layers[1].owner = [model.layers[0]]

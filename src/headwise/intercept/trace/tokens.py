@@ -31,6 +31,8 @@ from headwise.intercept.trace.functions import (
     contraction_of,
     functions_named,
     is_parameter,
+    overwritten_tensors,
+    share_memory,
     tensors_among,
 )
 from headwise.intercept.trace.modules import RunningModule, named_arguments
@@ -485,6 +487,7 @@ class LookedUpIds:
     def __init__(self) -> None:
         self._derived: TensorMap[_Derived] = TensorMap()
         self._lookups: list[_Lookup] = []
+        self._are_overwritten = False
 
     def record(
         self,
@@ -507,6 +510,8 @@ class LookedUpIds:
         """
         if call.function in CONSTANTS or any(tensor.is_meta for tensor in integers):
             return
+        roots = [root for each in self._lookups for root in each.derived.roots]
+        self._are_overwritten |= any(share_memory(each, root) for each in overwritten_tensors(call) for root in roots)
         ids = _looked_up(call, integers, is_table)
         if ids is not None and isinstance(result, Tensor):
             if self._are_ids([ids], module_calls):
@@ -535,10 +540,10 @@ class LookedUpIds:
 
     @property
     def are_of_arguments(self) -> bool:
-        """True if all ids that were looked up are arguments of the model, unchanged. Other ids may be equal to those of
-        an argument in one call, and differ in the next.
+        """True if all ids that were looked up are arguments of the model, unchanged before and after. Other ids may be
+        equal to those of an argument in one call, and differ in the next.
         """
-        return all(each.is_argument for each in self._lookups)
+        return not self._are_overwritten and all(each.is_argument for each in self._lookups)
 
     def of_call(
         self, argument: Tensor | None, content: int | None, sizes: tuple[int, int], given: int, reorderings: int
