@@ -131,6 +131,41 @@ def same(ids):
     return ids
 
 
+def projected(model, x):
+    """Return a linear map of embeddings, with the sequences on the first axis."""
+    x = F.linear(x, model.positions.weight[:WIDTH])
+    return x if len(x) == 3 else x.transpose(0, 1)
+
+
+def halves(x):
+    """Return the two halves of each sequence in the other order."""
+    return torch.cat([x[:, 4:], x[:, :4]], 1)
+
+
+def written(x):
+    result = torch.zeros_like(x)
+    for place, token in enumerate(ORDER.tolist()):
+        result[:, place] = x[:, token]
+    return result
+
+
+EMBEDDINGS_IN_ANOTHER_ORDER = {
+    "concatenation": halves,
+    "stack": lambda x: torch.stack(x.unbind(1)[::-1], 1),
+    "list": lambda x: x[:, ORDER.tolist()],
+    "mirror": torch.fliplr,
+    "rotation": lambda x: torch.rot90(x, 2, (0, 1)),
+    "merged axes": lambda x: x.transpose(0, 1).reshape(x.shape),
+    "slices": lambda x: torch.cat([x[:, ::2], x[:, 1::2]], 1),
+    "sequences": lambda x: torch.cat([x[1:], x[:1]]),
+    "assignment": written,
+    "index_copy": lambda x: torch.zeros_like(x).index_copy(1, ORDER, x),
+    "scatter": lambda x: torch.zeros_like(x).scatter(1, ORDER[None, :, None].expand(x.shape), x),
+    "repetition": lambda x: x.repeat_interleave(torch.tensor([2, 0, 1, 1, 1, 1, 2, 0]), 1),
+    "flat index": lambda x: x.flatten(0, 1)[torch.arange(24).flip(0)].view_as(x),
+}
+
+
 LOOKUPS = {
     "index of a table": (of_table(lambda ids: ids.flip(1)), lambda ids: ids.flip(1)),
     "one-hot vectors": (one_hot(lambda ids: ids[:, ORDER]), lambda ids: ids[:, ORDER]),
@@ -141,6 +176,8 @@ LOOKUPS = {
     "parts": (lambda model, ids: torch.cat([model.words(part) for part in ids.split([5, 3], 1)], 1), same),
     "offset": (lambda model, ids: model.words(ids + 20), same),
     "hashes": (lambda model, ids: model.words(ids * 11 % 13) + model.positions(ids * 7 % 17), same),
+    "sequences on the second axis": (lambda model, ids: projected(model, model.words(ids).transpose(0, 1)), same),
+    "order that is undone": (lambda model, ids: halves(projected(model, halves(model.words(ids)))), same),
 }
 
 
@@ -165,6 +202,11 @@ NOT_KNOWN = {
     "table of ids": lambda model, ids: model.words(TABLE[ids]),
     "moved offsets": lambda model, ids: model.words((ids + 3).flip(1)),
     "other embeddings": lambda model, ids: torch.randn(3, 8, WIDTH),
+    "projection in another order": lambda model, ids: projected(model, halves(model.words(ids))),
+    **{
+        f"embeddings in another order by {name}": lambda model, ids, change=change: change(model.words(ids))
+        for name, change in EMBEDDINGS_IN_ANOTHER_ORDER.items()
+    },
 }
 
 

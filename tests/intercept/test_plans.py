@@ -18,6 +18,7 @@ from torch import nn
 import headwise as hw
 from headwise.intercept import plans
 from headwise.intercept.trace.functions import is_sized_by_numbers
+from headwise.intercept.trace.refusals import HEADS_UNKNOWN
 from tiny import FAMILIES, PADDED, TOKENS, family
 from tiny import model as decoder_of
 
@@ -478,6 +479,85 @@ def test_the_order_of_tokens_may_depend_on_numbers(way, traced):
     model, x = BySorting(way), inputs()
     ascending = x[:, x[0, :, 0].argsort()]
     calls = [*3 * [lambda model: model(ascending)], lambda model: model(ascending.flip(1)), lambda model: model(x)]
+    require_equal(watched(model, *calls), traced(copy.deepcopy(model), *calls))
+
+
+class Placed(nn.Module):
+    """Attention over tokens or sequences in the order of an index, which users may change in place."""
+
+    def __init__(self, way, places):
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.attention, self.embedding = way, Attention(), nn.Embedding(9, 24)
+        self.register_buffer("order", torch.arange(places))
+
+    def forward(self, input_ids):
+        """Return the output of attention for token ids."""
+        x = self.embedding(input_ids)
+        if self.way == "tokens":
+            x = x[:, self.order]
+        elif self.way == "gathered tokens":
+            x = x.gather(1, self.order[None, :, None].expand(x.shape))
+        elif self.way == "sequences":
+            x = x[self.order]
+        x = self.attention(x)
+        return self.attention(x[:, self.order] if self.way == "outputs" else x)
+
+
+@pytest.mark.parametrize(("way", "places"), [("tokens", 7), ("gathered tokens", 7), ("sequences", 3), ("outputs", 7)])
+def test_numbers_of_an_index_may_change_between_two_calls(way, places, traced):
+    model, ids = Placed(way, places), torch.randint(9, (3, 7), generator=torch.Generator().manual_seed(0))
+
+    def call(model):
+        return model(input_ids=ids)
+
+    def reversed_order(model):
+        model.order.copy_(torch.arange(places).flip(0))
+        return call(model)
+
+    other = copy.deepcopy(model)
+    require_equal(watched(model, call, call, reversed_order), traced(other, call, call, reversed_order))
+
+
+class Selected(nn.Module):
+    """Selection of heads by an index."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("order", torch.arange(3))
+
+    def forward(self, out):
+        """Return the head outputs in the order of the index."""
+        return out.index_select(1, self.order)
+
+
+def test_an_index_of_heads_may_change_between_two_calls():
+    model = Model()
+    model.layers[0].between = selected = Selected()
+    watched(model, *2 * [lambda model: model(inputs())])
+    selected.order.copy_(torch.tensor([1, 2, 0]))
+    _, messages, _ = watched(model, lambda model: model(inputs()))[0]
+    assert any(each == f"{HEADS_UNKNOWN}: layers.0" for each in messages)
+
+
+class Overwriting(nn.Module):
+    """Attention that overwrites some of its token ids after it has looked up their embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.attention = nn.Embedding(9, 24), Attention()
+
+    def forward(self, input_ids):
+        """Return the output of attention."""
+        x = self.embedding(input_ids)
+        input_ids.masked_fill_(input_ids == 8, 0)
+        return self.attention(x)
+
+
+def test_token_ids_may_be_overwritten_after_their_embeddings_were_looked_up(traced):
+    model = Overwriting()
+    calls = [lambda model, ids=ids: model(torch.tensor([ids])) for ids in ([1, 2, 1, 3], [2, 2, 0, 0], [8, 0, 8, 0])]
     require_equal(watched(model, *calls), traced(copy.deepcopy(model), *calls))
 
 

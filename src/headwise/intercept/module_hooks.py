@@ -220,6 +220,8 @@ def _pop(output: Any) -> Any:
             for interception in session.current_interceptions:
                 for path in following.plan.other_paths:  # their calls were not reported one by one
                     interception.interceptor.on_module_call(path)
+        if session.lineage.depends_on_indices:
+            must_trace([module_call])
         session.end_module_calls()
         if module_call.recording is not None and not has_failed:
             module_call.recording.store()

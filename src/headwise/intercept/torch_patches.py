@@ -173,8 +173,7 @@ def _take_note(call: FunctionCall, result: Any, module_calls: list[ModuleCall]) 
     if has_no_numbers():
         lose_outputs()
     else:
-        session.lineage.tokens.record(call, result)
-        session.lineage.record_ids(call, result, module_calls)
+        session.lineage.record_tokens(call, result, module_calls)
 
 
 def _attention(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

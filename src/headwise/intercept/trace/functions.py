@@ -427,7 +427,7 @@ def is_parameter(tensor: Tensor) -> bool:
 CONCATENATIONS = functions_named("cat", "concat", "concatenate")
 """Functions that concatenate tensors."""
 
-REORDERINGS = functions_named("flip", "roll")
+REORDERINGS = functions_named("flip", "roll", "fliplr", "flipud")
 """Functions that move tokens to other places."""
 
 SELECTIONS = REORDERINGS | functions_named(

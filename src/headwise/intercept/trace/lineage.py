@@ -122,6 +122,8 @@ class Lineage:
         reorderings: those of them that contain all sequences or their tokens in another order.
         tokens: numbers of the tokens in the tensors.
         ids: token ids that the model looks up.
+        depends_on_indices: True if a derived fact depends on the numbers in a tensor by which the model selects. Such a
+            tensor may have other numbers in the next call.
     """
 
     def __init__(self, before: "Lineage | None" = None) -> None:
@@ -143,7 +145,7 @@ class Lineage:
         self.placed = self._state_bit("placed")
         self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
         self.recurrent_keys: set[tuple[frozenset[Hashable], int]] = set()
-        self.tokens, self.ids = TokenNumbers(), LookedUpIds()
+        self.tokens, self.ids, self.depends_on_indices = TokenNumbers(), LookedUpIds(), False
         self.given = union_of(self.origin(tensor, ()) for tensor in tensors_among(given)).sources
         self.outside = 0
 
@@ -178,6 +180,8 @@ class Lineage:
                 is_whole = is_selected and is_of_sequences and tensors[0].shape == tensor.shape
                 if is_whole and _moves_tokens(call, tensors[0]):
                     self.reorderings |= after.joined & ~origin.joined
+                elif is_whole and len(tensors) > 1:  # by an index that has changed nothing
+                    self.depends_on_indices = True
         else:
             for tensor in results:
                 self.set(tensor, origin)
@@ -186,10 +190,13 @@ class Lineage:
             base = written._base
             self.set(base, self._written([self.origin(base, module_calls), origin]))
 
-    def record_ids(self, call: FunctionCall, result: Any, module_calls: Sequence[RunningModule]) -> None:
-        """Record the token ids that a function call looks up in a table of embeddings. They become a further source of
-        its `result` (a tensor on which it depends).
+    def record_tokens(self, call: FunctionCall, result: Any, module_calls: Sequence[RunningModule]) -> None:
+        """Record to which tokens the elements of the `result` of a function call belong, and the token ids that the
+        call looks up in a table of embeddings. The ids become a further source of the result (a tensor on which it
+        depends).
         """
+        self.tokens.record(call, result)
+        self.ids.tokens.record_after(call, result, self.tokens)
         integers = [tensor for tensor in call.tensors if tensor.dtype in INTEGERS]
         if not integers:
             return
@@ -217,6 +224,11 @@ class Lineage:
         if content is not None and not self.ids.are_read_by(content):
             for query in origins.added:
                 content |= self.content(query) & ~self.state
+        if argument is not None and origins.tokens is not None and tuple(argument.shape) == sizes:
+            are_moved, depends_on_indices = self.ids.order_of(origins.tokens.queries, argument)
+            self.depends_on_indices |= depends_on_indices
+            if are_moved:
+                return CallTokens(None, True, True)
         return self.ids.of_call(argument, content, sizes, given, self.reorderings)
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[RunningModule]) -> None:
@@ -283,6 +295,7 @@ class Lineage:
         """
         self._origins.discard(tensor)
         self.tokens.discard(tensor)
+        self.ids.tokens.discard(tensor)
 
     def move(self, tensor: Tensor, other: Tensor, module_calls: Sequence[RunningModule]) -> None:
         """Record for the tensor `other` the origin (source tensors), token numbers and token ids of `tensor`."""

@@ -56,6 +56,7 @@ from headwise.intercept.trace.refusals import (
 )
 from headwise.intercept.trace.scores import keeps_places, may_project, repeated
 from headwise.intercept.trace.state import AttentionOutput, FollowedOutput, current_trace
+from headwise.intercept.trace.tokens import INTEGERS
 from headwise.intercept.trace.weights import COPIES
 from headwise.intercept.undropped import DROPOUT_NAMES
 from headwise.intercept.unreadable_tensors import has_no_numbers
@@ -458,8 +459,10 @@ def _axes_after(
     with its axes, written as parts of the output's axes. `argument` is the argument that was computed from the output.
 
     An axis along which the function may move or mix elements is marked as unrelated to the output. Axes of queries are
-    never marked, since the output projection is the same for all queries.
+    never marked, since the output projection is the same for all queries. If the function selects by a tensor, numbers
+    in the tensor decide this.
     """
+    current_trace().lineage.depends_on_indices |= any(each.dtype in INTEGERS for each in call.tensors)
     queries = set(followed.output.axes.queries)
     if call.function in CONCATENATIONS and result.ndim == argument.ndim:
         return [(result, _concatenated(followed.axes, _axis_of(call, argument.ndim), result))]

@@ -31,6 +31,8 @@ from headwise.intercept.trace.functions import (
     contraction_of,
     functions_named,
     is_parameter,
+    overwritten_tensors,
+    share_memory,
     tensors_among,
 )
 from headwise.intercept.trace.modules import RunningModule, named_arguments
@@ -60,10 +62,12 @@ class LinearMapCall:
 
     Attributes:
         shape: axes of the tokens, such as `(batch, length)`.
+        looked_up: for each token, in order, the number of the looked-up token id that it belongs to; None if unknown.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
+        self.looked_up: NumberedTokens | None = None
 
 
 class NumberedTokens(NamedTuple):
@@ -200,6 +204,10 @@ class TokenNumbers:
             if tensor.shape == known[0].shape and numbered is not None:
                 self._numbered.set(tensor, numbered)
 
+    def of(self, tensor: Tensor) -> NumberedTokens | None:
+        """Return the token number of each element of a tensor; None if they are unknown."""
+        return self._numbered.get(tensor)
+
     def are_summed(self, tensor: Tensor, axes: Sequence[int], *, is_trusted: bool) -> bool:
         """Return True if a product that sums over these axes of `tensor` may sum over tokens, and not only over
         features. If it is unknown which token each element belongs to, only the last axis counts as features. It must
@@ -293,6 +301,47 @@ class TokenNumbers:
                 self._numbered.discard(tensor)
             else:
                 self._numbered.set(tensor, NumberedTokens(numbers, linear_map, depend_on_data))
+
+
+class LookedUpTokens(TokenNumbers):
+    """Record of which looked-up token id each element of a tensor belongs to, for tensors of a running model. The ids
+    are numbered from 1 where their embeddings are looked up. The numbers are followed to the next linear map, and from
+    there by the numbers of the tokens in its result.
+    """
+
+    def start(self, embeddings: Tensor, ids: Tensor) -> None:
+        """Number the tokens in the `embeddings` of the token `ids`."""
+        if embeddings.shape[:-1] == ids.shape:
+            numbers = torch.arange(1, ids.numel() + 1, dtype=torch.int32, device=embeddings.device)
+            numbers = numbers.view(ids.shape).unsqueeze(-1).expand(embeddings.shape)
+            self._numbered.set(embeddings, NumberedTokens(numbers, LinearMapCall(tuple(ids.shape))))
+
+    def record_after(self, call: FunctionCall, result: Any, tokens: TokenNumbers) -> None:
+        """Record which looked-up token id each element of the `result` of a function call belongs to. If the function
+        is a linear map of features, store it for the map. `tokens` has the numbers of the tokens in its result.
+        """
+        if call.function not in PRODUCTS:
+            self.record(call, result)
+            return
+        mapped = tokens.of(result) if isinstance(result, Tensor) else None
+        before = call.tensors[call.function in ADDED_PRODUCTS] if len(call.tensors) > 1 else None
+        if mapped is None or before is None or before.shape[:-1] != result.shape[:-1]:
+            return
+        known, numbered = self.of(before), tokens.of(before)
+        if known is None and numbered is not None:
+            known = self.looked_up_by(numbered)
+        mapped.linear_map.looked_up = known and known._replace(numbers=known.numbers[..., 0].flatten())
+
+    @staticmethod
+    def looked_up_by(tokens: NumberedTokens) -> NumberedTokens | None:
+        """Return the numbers of the looked-up token ids to which `tokens` belong, which are numbered in the result of a
+        linear map. Return None if they are unknown.
+        """
+        known = tokens.linear_map.looked_up
+        if known is None:
+            return None
+        numbers = F.pad(known.numbers, (1, 0))[tokens.numbers.long()]
+        return NumberedTokens(numbers, known.linear_map, known.depend_on_data or tokens.depend_on_data)
 
 
 class _JoinedMaps(NamedTuple):
@@ -486,11 +535,17 @@ class _Lookup(NamedTuple):
 
 
 class LookedUpIds:
-    """Record of the token ids that a running model looks up in tables of embeddings."""
+    """Record of the token ids that a running model looks up in tables of embeddings.
+
+    Attributes:
+        tokens: numbers of the looked-up ids in later tensors.
+    """
 
     def __init__(self) -> None:
+        self.tokens = LookedUpTokens()
         self._derived: TensorMap[_Derived] = TensorMap()
         self._lookups: list[_Lookup] = []
+        self._are_overwritten = False
 
     def record(
         self,
@@ -513,14 +568,18 @@ class LookedUpIds:
         """
         if call.function in CONSTANTS or any(tensor.is_meta for tensor in integers):
             return
+        roots = [root for each in self._lookups for root in each.derived.roots]
+        self._are_overwritten |= any(share_memory(each, root) for each in overwritten_tensors(call) for root in roots)
         ids = _looked_up(call, integers, is_table)
         if ids is not None and isinstance(result, Tensor):
             if self._are_ids([ids], module_calls):
                 same = [number for number, each in enumerate(self._lookups) if _are_equal(each.ids, ids)]
                 source = mark(result, ("ids", same[0] if same else len(self._lookups)))
+                derived = self._of(ids)
+                is_argument = any(_is_same_memory(ids, root) for root in derived.roots)
+                if is_argument:
+                    self.tokens.start(result, ids)
                 if not same:
-                    derived = self._of(ids)
-                    is_argument = any(_is_same_memory(ids, root) for root in derived.roots)
                     self._lookups.append(_Lookup(ids.detach().clone(), derived, source, is_argument))
             return
         written = call.args[0] if call.function is Tensor.__setitem__ else result
@@ -529,7 +588,8 @@ class LookedUpIds:
                 self._derived.set(tensor, self._after(call, integers, module_calls))
 
     def move(self, tensor: Tensor, other: Tensor) -> None:
-        """Record that the tensor of integers `other` was computed from token ids in the same way as `tensor`."""
+        """Record that the tensor `other` was computed from token ids in the same way as `tensor`."""
+        self.tokens.move(tensor, other)
         if tensor.dtype in INTEGERS:
             self._derived.set(other, self._of(tensor))
 
@@ -541,10 +601,10 @@ class LookedUpIds:
 
     @property
     def are_of_arguments(self) -> bool:
-        """True if all ids that were looked up are arguments of the model, unchanged. Other ids may be equal to those of
-        an argument in one call, and differ in the next.
+        """True if all ids that were looked up are arguments of the model, unchanged before and after. Other ids may be
+        equal to those of an argument in one call, and differ in the next.
         """
-        return all(each.is_argument for each in self._lookups)
+        return not self._are_overwritten and all(each.is_argument for each in self._lookups)
 
     def of_call(
         self, argument: Tensor | None, content: int | None, sizes: tuple[int, int], given: int, reorderings: int
@@ -578,6 +638,22 @@ class LookedUpIds:
         if len(read) > 1 or is_computed or ids.ndim != 2:
             return CallTokens(None, fits, True)
         return CallTokens(ids, fits and (len(ids) != sizes[0] or ids.shape[1] < sizes[1]), is_moved)
+
+    def order_of(self, queries: NumberedTokens, argument: Tensor) -> tuple[bool, bool]:
+        """Return two values: True if queries are known to belong to the token ids in `argument` in another order, and
+        True if this depends on numbers that may differ in the next call of the model. `queries` are the numbers of the
+        queries of all sequences and heads.
+        """
+        found, shape = self.tokens.looked_up_by(queries), argument.shape
+        if found is None or prod(found.linear_map.shape) != argument.numel():
+            return False, False
+        numbers = found.numbers
+        if numbers.ndim < 2 or (len(numbers), numbers.shape[-1]) != shape:
+            return False, False
+        own = torch.arange(1, argument.numel() + 1, device=numbers.device).view(
+            len(numbers), *(1,) * (numbers.ndim - 2), -1
+        )
+        return bool(((numbers != own) & (numbers > 0)).any()), found.depend_on_data
 
     def _of(self, tensor: Tensor) -> _Derived:
         return self._derived.get(tensor) or _Derived((tensor,))  # an argument or a constant
