@@ -110,6 +110,21 @@ def test_tokens_are_those_that_the_model_looks_up(name):
     require_tokens(heads, model, CHANGES[name](IDS))
 
 
+def keys_before_queries(q, k, v):
+    scores = (k @ q.mT * DIM**-0.5).masked_fill(torch.ones(8, 8).tril(-1).bool(), -torch.inf)
+    return torch.einsum("bhkq,bhkd->bhqd", scores.softmax(2), v)
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_may_have_the_keys_before_the_queries():
+    torch.manual_seed(6)
+    model = Model(words(same))
+    model.first.way = model.second.way = keys_before_queries
+    with hw.watch(model, special=[1, 5]) as heads:
+        model(input_ids=IDS)
+    require_tokens(heads, model, IDS)
+
+
 def of_table(change):
     return lambda model, ids: model.words.weight[change(ids)]
 
