@@ -312,6 +312,11 @@ class AttentionOutput:
         self._is_overwritten |= any(share_memory(tensor, each) for each in read)
 
     @property
+    def _have_tensors_changed(self) -> bool:
+        """True if torch has counted changes in place of the output, or of tensors from which it was computed."""
+        return self._versions is not None and self._versions.have_changed()
+
+    @property
     def established_axes(self) -> set[int]:
         """Axes of the output that are its heads, or contain them, in the established layout."""
         return set() if self._layout is None else {head.axis for head in self._layout.heads}
@@ -371,7 +376,9 @@ class AttentionOutput:
             handlers, tensor = self._handlers_with(layout), self._tensor
             self.may_change = bool(handlers.changes)
             if self.may_change:
-                self._changed = layout.from_heads(handlers.changed(layout.by_head(tensor)))
+                has_inputs = not (self._is_overwritten or self._have_tensors_changed)
+                changed = handlers.changed(layout.by_head(tensor), has_inputs=has_inputs)
+                self._changed = layout.from_heads(changed)
                 current_trace().attention.unchanged.pop(self._change, None)
         return self._changed
 
@@ -393,7 +400,7 @@ class AttentionOutput:
                 self.refuse(HEADS_NOT_FOLLOWED)
             else:
                 return False
-        has_changed = self._versions is not None and self._versions.have_changed() and self._changed is None
+        has_changed = self._have_tensors_changed and self._changed is None
         if self.refusal is None and (has_changed or (self._is_overwritten and self._is_observed)):
             self.refuse(CHANGED_IN_PLACE)
         self.is_reported, self._versions = True, None
