@@ -218,7 +218,9 @@ def handlers_of_call(call: AttentionCall) -> CallHandlers:
                 alive = [weight for reference in weights if (weight := reference()) is not None]
                 interceptor.on_projected(module_call.path, alive)
         if packed is not None:  # the arguments of the modules have the layout of the packed tokens
-            tokens, padding = tokens._replace(ids=packed.token_ids(tokens.ids)), None
+            ids, padding = packed.token_ids(tokens.ids), None
+            is_lost = ids is None and tokens.ids is not None
+            tokens = tokens._replace(ids=ids, are_unknown=tokens.are_unknown or is_lost)
         reported = Call(
             site,
             layer_number_of(module_call.module),

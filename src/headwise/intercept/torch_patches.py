@@ -173,7 +173,7 @@ def _take_note(call: FunctionCall, result: Any, module_calls: list[ModuleCall]) 
     if has_no_numbers():
         lose_outputs()
     else:
-        session.lineage.tokens.record(call, result)
+        session.lineage.record_tokens(call, result)
         session.lineage.record_ids(call, result, module_calls)
 
 

@@ -186,6 +186,17 @@ class Lineage:
             base = written._base
             self.set(base, self._written([self.origin(base, module_calls), origin]))
 
+    def record_tokens(self, call: FunctionCall, result: Any) -> None:
+        """Record which token each element of the `result` of a function call belongs to. Tokens that the call has put
+        into another order, as by a concatenation of parts, get a further source.
+        """
+        self.tokens.record(call, result)
+        origin = self._origins.get(result) if isinstance(result, Tensor) else None
+        if origin is not None and self.tokens.are_moved(call, result):
+            bit = self._bit(("moved", origin.joined))
+            self.reorderings |= bit
+            self.set(result, origin._replace(joined=origin.joined | bit))
+
     def record_ids(self, call: FunctionCall, result: Any, module_calls: Sequence[RunningModule]) -> None:
         """Record the token ids that a function call looks up in a table of embeddings. They become a further source of
         its `result` (a tensor on which it depends).
@@ -200,6 +211,8 @@ class Lineage:
         def mark(tensor: Tensor, source: Hashable) -> int:
             bit, origin = self._bit(source), self.origin(tensor, module_calls)
             self.set(tensor, origin._replace(joined=origin.joined | bit))
+            if tensor.ndim > 1 and not tensor.is_meta:
+                self.tokens.number(tensor, tensor.ndim - 1)
             return bit
 
         self.ids.record(call, integers, result, module_calls, is_table, mark)
@@ -217,6 +230,8 @@ class Lineage:
         if content is not None and not self.ids.are_read_by(content):
             for query in origins.added:
                 content |= self.content(query) & ~self.state
+        if origins.tokens is not None and origins.tokens.are_of_other_sequences(sizes[0]):
+            return CallTokens(None, True, True)
         return self.ids.of_call(argument, content, sizes, given, self.reorderings)
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[RunningModule]) -> None:

@@ -123,6 +123,20 @@ class ComparedTokens(NamedTuple):
     def _values_differ(self) -> bool:
         return self.values is not None and self.keys.differ_from(self.values)
 
+    def are_of_other_sequences(self, sequences: int) -> bool:
+        """Return True if some queries are known to belong to another one of the `sequences` than those of the batch at
+        the same index, as after the batch was reordered. The linear map of the queries must have the axes of sequences
+        and tokens. Heads may share the axis of sequences, before or after them.
+        """
+        numbers, shape = self.queries.numbers, self.queries.linear_map.shape
+        is_batch = shape == (sequences, numbers.shape[-1]) and numbers.ndim > 1 and numbers.numel() > 0
+        if not is_batch or len(numbers) % sequences:
+            return False
+        rows, own = numbers.reshape(len(numbers), -1), torch.arange(sequences, device=numbers.device)
+        is_other = (rows > 0) & ((rows - 1) // shape[1] != own.repeat_interleave(len(rows) // sequences)[:, None])
+        is_other_before = (rows > 0) & ((rows - 1) // shape[1] != own.repeat(len(rows) // sequences)[:, None])
+        return bool(is_other.any()) and bool(is_other_before.any())
+
     def own_key_of_first_query(self) -> int | None:
         """Return the index of the key that belongs to the same token as the first query. Return None if the keys are
         not known to be successive tokens, or the queries to be a contiguous part of these tokens in the same order.
@@ -179,13 +193,7 @@ class TokenNumbers:
         if call.function in PRODUCTS:
             axis = _axis_of_features(call, result)
             if axis is not None:
-                shape = tuple(size for index, size in enumerate(result.shape) if index != axis)
-                key = (*shape, result.device)
-                if key not in self._counts:
-                    numbers = torch.arange(1, prod(shape) + 1, dtype=torch.int32, device=result.device)
-                    self._counts[key] = numbers.view(shape)
-                numbers = self._counts[key].unsqueeze(axis).expand(result.shape)
-                self._numbered.set(result, NumberedTokens(numbers, LinearMapCall(shape)))
+                self.number(result, axis)
             elif self._numbered and isinstance(result, Tensor):
                 self._mix(call, result)
             return
@@ -199,6 +207,33 @@ class TokenNumbers:
         for tensor in tensors_among((result,)):
             if tensor.shape == known[0].shape and numbered is not None:
                 self._numbered.set(tensor, numbered)
+
+    def number(self, result: Tensor, axis: int) -> None:
+        """Number the tokens in the `result` of a linear map or of a lookup of embeddings, along all axes except `axis`,
+        that of the features.
+        """
+        shape = tuple(size for index, size in enumerate(result.shape) if index != axis)
+        key = (*shape, result.device)
+        if key not in self._counts:
+            numbers = torch.arange(1, prod(shape) + 1, dtype=torch.int32, device=result.device)
+            self._counts[key] = numbers.view(shape)
+        numbers = self._counts[key].unsqueeze(axis).expand(result.shape)
+        self._numbered.set(result, NumberedTokens(numbers, LinearMapCall(shape)))
+
+    def are_moved(self, call: FunctionCall, tensor: Tensor) -> bool:
+        """Return True if a function call is a concatenation, whose result is `tensor`, and has put tokens into another
+        order along some axis. Return False if the tokens are unknown.
+        """
+        numbered = self._numbered.get(tensor) if call.function in CONCATENATIONS else None
+        if numbered is None or not numbered.numbers.numel():
+            return False
+        numbers = numbered.numbers
+        for axis in range(numbers.ndim):
+            numbers = numbers if numbers.stride(axis) else numbers.narrow(axis, 0, 1)  # repetitions
+        return any(
+            bool(((numbers < numbers.cummax(axis).values) & (numbers > 0)).any())
+            for axis in range(numbers.ndim - 1)  # the last axis may have features of several tokens
+        )
 
     def are_summed(self, tensor: Tensor, axes: Sequence[int], *, is_trusted: bool) -> bool:
         """Return True if a product that sums over these axes of `tensor` may sum over tokens, and not only over
@@ -417,8 +452,8 @@ def _of_equal_parts(args: tuple[Any, ...], result: Any) -> list[Tensor]:
 # -- ids of tokens ----------------------------------------------------------------------------------------------------
 
 TOKENS_UNKNOWN = (
-    "it is unknown which tokens the queries of these modules stand for, since the model changes or reorders its "
-    "input_ids, so statistics that need token ids are left out"
+    "it is unknown which tokens the queries of these modules stand for, since the model changes, reorders or divides "
+    "its input_ids, so statistics that need token ids are left out"
 )
 """Reason for modules whose token ids are unknown."""
 
@@ -556,7 +591,7 @@ class LookedUpIds:
             reorderings: sources that are another order of tokens.
         """
         if argument is None or content is None:
-            return CallTokens(argument)
+            return CallTokens(argument, argument is None and self.are_read_by(content or 0))
         roots = self._of(argument).roots
         of_argument = [each for each in self._lookups if any(a is b for a in each.derived.roots for b in roots)]
         read = [each for each in of_argument if each.source & content]
@@ -564,7 +599,7 @@ class LookedUpIds:
             return CallTokens(argument)
         fits = len(argument) == sizes[0] and argument.shape[1] >= sizes[1]
         if not read or content & reorderings:
-            return CallTokens(None, fits, bool(read))
+            return CallTokens(None, fits or bool(read), bool(read))
         others = [each for each in read if not _are_of_argument(each.ids, argument)]
         if not others or _are_parts(read, argument) or _are_names(others, argument, len(read) > len(others)):
             return CallTokens(argument)
