@@ -268,6 +268,50 @@ def test_a_block_mask_that_leaves_out_blocks_is_named():
         model(x)
 
 
+LISTED = torch.tensor([[[1, 2, 3]]]).int(), torch.arange(3).int().expand(1, 1, 3, 3)
+"""Blocks of 3 tokens that a causal mask allows."""
+
+
+def of_sequence(b, h, q, k):
+    return (q >= k) | (b == 1)
+
+
+def of_head(b, h, q, k):
+    return (q >= k) | (h > 2)
+
+
+@pytest.mark.parametrize("rule", [of_sequence, of_head])
+@torch.no_grad()
+def test_a_block_mask_for_the_first_sequence_or_head_alone_is_named(rule):
+    pruned = BlockMask.from_kv_blocks(*LISTED, BLOCK_SIZE=(3, 3), mask_mod=rule)
+    model, x = model_of(in_flex_layout(flex_attention, block_mask=pruned)), torch.randn(2, 9, WIDTH).double()
+    sentence = "by flex_attention with a block_mask that leaves out blocks which its mask_mod allows"
+    with pytest.raises(hw.errors.InputError, match=sentence), hw.watch(model):
+        model(x)
+
+
+@torch.no_grad()
+def test_full_blocks_in_which_the_rule_hides_keys_are_named():
+    """A kernel does not mask keys of full blocks."""
+    none = torch.zeros_like(LISTED[0]), LISTED[1]
+    full = BlockMask.from_kv_blocks(*none, *LISTED, BLOCK_SIZE=(3, 3), mask_mod=causal)
+    model, x = model_of(in_flex_layout(flex_attention, block_mask=full)), torch.randn(2, 9, WIDTH).double()
+    sentence = "by flex_attention with a block_mask that lists blocks as full in which its mask_mod hides keys"
+    with pytest.raises(hw.errors.InputError, match=sentence), hw.watch(model):
+        model(x)
+
+
+@torch.no_grad()
+def test_full_blocks_in_which_the_rule_hides_nothing_are_read():
+    diagonal = torch.ones(1, 1, 3).int(), torch.tensor([[[[0, 1, 2], [1, 0, 2], [2, 0, 1]]]]).int()
+    before = torch.tensor([[[0, 1, 2]]]).int(), torch.arange(3).int().expand(1, 1, 3, 3)
+    blocks = BlockMask.from_kv_blocks(*diagonal, *before, BLOCK_SIZE=(3, 3), mask_mod=causal)
+    model, x = model_of(in_flex_layout(flex_attention, block_mask=blocks)), torch.randn(2, 9, WIDTH).double()
+    with hw.watch(model) as heads:
+        model(x)
+    assert [row["next"] for row in heads.rows()] == [0.0] * HEADS
+
+
 def test_the_reference_agrees_with_the_plain_attention_of_other_tests():
     q, k, v = (torch.randn(7, heads, DIM).double() for heads in (HEADS, KV_HEADS, KV_HEADS))
     out, weights = one_sequence(q, k, v, 0.0, None, False, (-1, -1), 0.0)
