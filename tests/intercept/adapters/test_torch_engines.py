@@ -7,7 +7,7 @@ import torch
 from engine_model import DIM, HEADS, KV_HEADS, WIDTH, EngineAttention, model_of, require_rows
 from flash_attn_stand_in import flash_attn_varlen_func, one_sequence
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import headwise as hw
@@ -230,6 +230,48 @@ def test_flex_attention_is_gated_and_keeps_its_further_results():
     assert torch.equal(lse, plain[1])
     assert torch.equal(out[:, 0], plain[0][:, 0])
     assert not out[:, 1].any()
+
+
+def with_log_sums(use):
+    """Return attention in which `use` is a function of the output and of the log-sum-exp of the scores."""
+
+    def attend(q, k, v):
+        tensors = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out, aux = flex_attention(*tensors, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        return use(out, aux.lse.unsqueeze(-1)).transpose(1, 2)
+
+    return attend
+
+
+def merged(out, log_sums):
+    """Merge the output with a second one, of which the log-sum-exp is 0."""
+    total = torch.logaddexp(log_sums, torch.zeros_like(log_sums))
+    return out * (log_sums - total).exp() + 0.5 * (-total).exp()
+
+
+@pytest.mark.parametrize("use", [lambda out, log_sums: out * (log_sums - 0.3).sigmoid(), merged])
+@torch.no_grad()
+def test_outputs_that_are_scaled_by_the_log_sum_exp_are_named(use):
+    model, x = model_of(with_log_sums(use)), torch.randn(2, 9, WIDTH).double()
+    sentence = "multiplies its outputs with a function of the log-sum-exp"
+    with pytest.raises(hw.errors.InputError, match=sentence), hw.watch(model):
+        model(x)
+    with pytest.raises(hw.errors.InputError, match=sentence), hw.gate(model, {("0", 1): 0.0}):
+        model(x)
+
+
+@torch.no_grad()
+def test_a_log_sum_exp_that_scales_no_output_changes_no_statistic():
+    plain, losses = model_of(in_flex_layout(flex_attention)), []
+    model, x = copy.deepcopy(plain), torch.randn(2, 9, WIDTH).double()
+    model[0].attend = with_log_sums(lambda out, log_sums: (losses.append(log_sums.square().mean()), out)[1])
+    rows = []
+    for each in (plain, model):
+        with hw.watch(each) as heads:
+            each(x)
+        rows.append(heads.rows())
+    assert rows[0] == rows[1]
+    assert len(losses) == 1
 
 
 @torch.no_grad()

@@ -243,6 +243,7 @@ class AttentionOutput:
         is_reported: True if the call was reported to the interceptors, or its module was named to them.
         is_lost: True if a function used the output in a way that its axes could not be followed through.
         is_projected: True if a linear map of the output was seen.
+        log_sums: source of the log-sum-exp of the scores, if the attention function has returned it; 0 if not.
         weights_id: identity of the attention weights. Outputs with the same object were computed from the same weights.
     """
 
@@ -264,6 +265,7 @@ class AttentionOutput:
             self._is_observed, self.may_change = current_trace().on_attention_found(module_calls, origins)
         self.is_established = self.is_reported = source is None
         self.is_lost = self.is_projected = False
+        self.log_sums = 0
         self.origins, self._number = origins, number
         self.weights_id = object() if source is None else source.weights_id
         self._source = source
