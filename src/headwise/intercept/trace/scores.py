@@ -469,13 +469,12 @@ def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, in
     exponents, tolerance = followed.exponents, torch.finfo(result.dtype).eps ** 0.5
     if has_no_numbers() or not has_usual_values(result) or exponents.shape != result.shape:
         return None
-    for dim in reversed(
-        [dim for dim, size in enumerate(result.shape) if size > 1 and compares_activations(result, dim)]
-    ):
+    dims = [dim for dim in reversed(range(result.ndim)) if compares_activations(result, dim)]
+    for dim in sorted(dims, key=lambda dim: result.shape[dim] == 1):  # the axis of a single key comes last
         with torch.no_grad():
             sums = result.sum(dim, keepdim=True)
             difference = (result - (sums * exponents.softmax(dim)).nan_to_num()).abs()  # a row may be hidden
-            is_row = _divides_rows(call, sums)
+            is_row = result.shape[dim] > 1 and _divides_rows(call, sums)
             has_sum = (sums <= 1 + tolerance) if is_row else ((sums - 1).abs() <= tolerance)
         if bool((((difference <= tolerance) & has_sum) | result.isnan()).all()):
             return next(each for each in call.tensors if trace.attention.scores.get(each)), exponents, dim
