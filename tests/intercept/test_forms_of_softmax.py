@@ -160,6 +160,22 @@ def test_every_form_has_the_statistics_of_its_definition(way, causal):
     require_gate(model, x)
 
 
+@pytest.mark.filterwarnings(UNKNOWN_SCORES)
+@pytest.mark.parametrize(
+    "way", [exponential_and_sum, exponential_without_the_largest, divided_in_place, normalised_by_a_function]
+)
+def test_one_token_attends_to_itself(way):
+    model, x = nn.Sequential(Block(way, False)), torch.randn(2, 1, WIDTH)
+    model[0].hidden = torch.zeros(1, 1, dtype=torch.bool)
+    with hw.watch(model) as heads:
+        model(x)
+    values = split(model[0].qkv(x).chunk(3, -1)[2])
+    norms = values.norm(dim=-1).mean((0, 2)).tolist()
+    assert [(row["entropy"], row["self"]) for row in heads.rows()] == [(0.0, 1.0)] * HEADS
+    assert [row["output_norm"] for row in heads.rows()] == pytest.approx(norms, rel=1e-9)
+    require_gate(model, x)
+
+
 class Pool(nn.Module):
     """Pooling by learned queries, one for each head."""
 

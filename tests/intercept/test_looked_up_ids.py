@@ -110,6 +110,21 @@ def test_tokens_are_those_that_the_model_looks_up(name):
     require_tokens(heads, model, CHANGES[name](IDS))
 
 
+def keys_before_queries(q, k, v):
+    scores = (k @ q.mT * DIM**-0.5).masked_fill(torch.ones(8, 8).tril(-1).bool(), -torch.inf)
+    return torch.einsum("bhkq,bhkd->bhqd", scores.softmax(2), v)
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_may_have_the_keys_before_the_queries():
+    torch.manual_seed(6)
+    model = Model(words(same))
+    model.first.way = model.second.way = keys_before_queries
+    with hw.watch(model, special=[1, 5]) as heads:
+        model(input_ids=IDS)
+    require_tokens(heads, model, IDS)
+
+
 def of_table(change):
     return lambda model, ids: model.words.weight[change(ids)]
 
@@ -192,9 +207,20 @@ def test_lookups_of_ids_are_told_from_other_lookups(name):
     require_tokens(heads, model, change(IDS))
 
 
+def strided(x):
+    return torch.cat([x[::2], x[1::2]])
+
+
 NOT_KNOWN = {
     "embeddings in another order": lambda model, ids: model.words(ids)[:, ORDER],
     "sequences in another order": lambda model, ids: model.words(ids).flip(0),
+    "sequences joined in another order": lambda model, ids: torch.cat(model.words(ids).split([1, 2])[::-1]),
+    "every second sequence first": lambda model, ids: strided(model.words(ids)),
+    "first tokens": lambda model, ids: model.words(ids)[:, :5],
+    "first sequences": lambda model, ids: model.words(ids)[:2],
+    "each sequence twice": lambda model, ids: model.words(ids).repeat_interleave(2, 0),
+    "the batch twice": lambda model, ids: torch.cat([model.words(ids)] * 2),
+    "parts of sequences as sequences": lambda model, ids: model.words(ids).view(6, 4, WIDTH),
     "unique ids": lambda model, ids: model.words((found := ids.unique(return_inverse=True))[0])[found[1]],
     "two orders": lambda model, ids: model.words(ids) + model.positions(ids.flip(1)),
     "offsets of positions": lambda model, ids: model.words(ids + 4 * torch.arange(8)),
@@ -218,6 +244,22 @@ def test_statistics_of_unknown_tokens_are_left_out_by_name(name):
     for row in heads.rows():
         assert not {*OF_TOKENS, "confidence_content"} & row.keys()
         assert {"entropy", "previous"} <= row.keys()
+
+
+def test_ids_of_one_sequence_without_an_axis_of_the_batch_are_named():
+    model = Model(lambda model, ids: model.words(ids)[None])
+    with pytest.warns(UserWarning, match=UNKNOWN), hw.watch(model, special=[1]) as heads:
+        model(input_ids=IDS[0])
+    assert not any({*OF_TOKENS, "confidence_content"} & row.keys() for row in heads.rows())
+
+
+def test_queries_in_another_order_of_sequences_have_no_ids():
+    torch.manual_seed(6)
+    model = Model(words(same))
+    model.first.way = lambda q, k, v: causal(q.flip(0), k.flip(0), v.flip(0)).flip(0)
+    with pytest.warns(UserWarning, match=f"{UNKNOWN}first"), hw.watch(model, special=[1, 5]) as heads:
+        model(input_ids=IDS)
+    assert not any(set(OF_TOKENS) & row.keys() for row in heads.rows())
 
 
 def test_padding_of_moved_tokens_is_not_that_of_the_argument():

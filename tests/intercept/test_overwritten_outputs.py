@@ -107,3 +107,43 @@ def test_attention_is_named_if_the_data_of_its_output_are_overwritten():
     model = nn.Sequential(SelfAttention(sdpa, doubled))
     with pytest.raises(hw.InputError, match="output in place before the output projection"), hw.watch(model):
         model(torch.randn(2, LENGTH, WIDTH))
+
+
+def after(overwrite, way):
+    """Return attention whose queries, keys and values are overwritten between attention and the output projection."""
+
+    def output(module, q, k, v):
+        out = module.attend(q, k, v)
+        for tensor in (q, k, v):
+            overwrite(tensor)
+        return module.out_proj(merge(out))
+
+    return nn.Sequential(SelfAttention(WAYS[way], output))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("way", WAYS)
+def test_uniform_attention_is_refused_if_the_values_are_overwritten(way, mode):
+    torch.manual_seed(0)
+    model, x = after(torch.zero_, way), torch.randn(2, LENGTH, WIDTH)
+    with mode():
+        with hw.gate(model, {("0", 1): 0.0}):
+            gated = model(x)
+        uniform = hw.gate(model, {("0", 1): hw.replacements.uniform()})
+        with pytest.raises(hw.InputError, match=r"replacement that reads these in 0"), uniform:
+            model(x)
+        model[0].out_proj.weight[:, DIM : 2 * DIM] = 0.0
+        torch.testing.assert_close(gated, model(x))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_uniform_attention_is_that_of_values_that_stay(way):
+    torch.manual_seed(0)
+    model, x = after(torch.Tensor.detach, way), torch.randn(2, LENGTH, WIDTH)
+    with hw.gate(model, {("0", 1): hw.replacements.uniform()}):
+        gated = model(x)
+    values = model[0].qkv(x)[..., 2 * WIDTH :]
+    out = merge(WAYS[way](*(part.unflatten(-1, (-1, DIM)).transpose(1, 2) for part in model[0].qkv(x).chunk(3, -1))))
+    out[..., DIM : 2 * DIM] = values[..., DIM : 2 * DIM].mean(1, keepdim=True)
+    torch.testing.assert_close(gated, model[0].out_proj(out))

@@ -203,3 +203,21 @@ def test_ids_of_several_tokens_at_each_position_are_not_the_tokens_of_a_text():
         model(torch.randint(11, (2, LENGTH, 5), generator=torch.Generator().manual_seed(0)))
     assert len(heads.rows()) == HEADS
     assert all("special" not in row and "distance" in row for row in heads.rows())
+
+
+def test_other_numbers_of_key_heads_are_stated_in_the_error():
+    keys = []
+
+    def function(q, k, v):
+        return F.scaled_dot_product_attention(q, k[:, : keys[0]], v[:, : keys[0]], enable_gqa=True)
+
+    model, sentence = (
+        Attention(function),
+        f"{HEADS} heads, {HEADS} of keys and values, in every call.*got {HEADS}, 1 of",
+    )
+    with torch.no_grad(), hw.watch(model):
+        keys[:] = [HEADS]
+        model(X)
+        keys[:] = [1]
+        with pytest.raises(hw.InputError, match=sentence):
+            model(X)

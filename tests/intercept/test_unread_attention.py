@@ -62,6 +62,10 @@ def with_random_scores(q, k, v):
     return F.gumbel_softmax(q @ k.mT, tau=0.7, dim=-1) @ v
 
 
+def with_the_best_key_alone(q, k, v):
+    return F.gumbel_softmax(q @ k.mT, hard=True) @ v
+
+
 def power_of_two(q, k, v):
     weights = (q @ k.mT).exp2()
     return weights / weights.sum(-1, keepdim=True) @ v
@@ -87,7 +91,7 @@ def sparsemax(q, k, v):
 
 
 NORMALISING = [gathered, gathered_and_summed, scattered, additive, by_distances, with_random_scores, power_of_two]
-NORMALISING += [exponential_in_place, masked_exponential, sparsemax]
+NORMALISING += [exponential_in_place, masked_exponential, sparsemax, with_the_best_key_alone]
 
 # -- weights that are not normalised, or after the product with the values ---------------------------------------------
 
@@ -105,11 +109,15 @@ def normalised_later(q, k, v):
     return weights @ v / weights.sum(-1, keepdim=True)
 
 
+def softmax_over_heads(q, k, v):
+    return (q @ k.mT).softmax(1) @ v
+
+
 def exponential_of_a_mean(q, k, v):
     return (q @ k.mT - 1.7).exp() / LENGTH @ v
 
 
-NOT_NORMALISING = [sigmoid, squares, normalised_later, exponential_of_a_mean]
+NOT_NORMALISING = [sigmoid, squares, normalised_later, softmax_over_heads, exponential_of_a_mean]
 
 # -- functions that are not followed ----------------------------------------------------------------------------------
 

@@ -58,7 +58,11 @@ def baddbmm(q, k, v):
     )
 
 
-WAYS = [by_position, weights_on_the_right, cast_and_masked, elementwise_before_the_merge, baddbmm]
+def scores_by_mean(q, k, v):
+    return merge(((q[:, :, :, None] * k[:, :, None]).mean(-1) * DIM).softmax(-1) @ v)
+
+
+WAYS = [by_position, weights_on_the_right, cast_and_masked, elementwise_before_the_merge, baddbmm, scores_by_mean]
 SHARED = [rows_of_all_heads, heads_as_rows_of_an_einsum]
 
 

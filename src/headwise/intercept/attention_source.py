@@ -20,8 +20,10 @@ class Handlers(Protocol):
     def changes(self) -> Sequence[object]:
         """Functions that change the output of the call."""
 
-    def changed(self, out: Float[Tensor, "batch heads queries value_dim"]) -> Tensor:
-        """Return the output of the heads after all changes."""
+    def changed(self, out: Float[Tensor, "batch heads queries value_dim"], *, has_inputs: bool = True) -> Tensor:
+        """Return the output of the heads after all changes. `has_inputs` is False if the model has overwritten tensors
+        of the call, such as its values; a change that reads them raises `InputError` then.
+        """
 
     def observe(self, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
         """Pass the attention weights, and the output that the model computed, to the functions that observe."""

@@ -168,7 +168,8 @@ class CallContexts(threading.local):
         remembered = replace(history, has_documents=True) if located.has_documents else history
         self._memories[call.site, call.index] = SiteMemory.of(grid, call.keys, remembered, dropped, given)
         self._add_stream(call, real, history, continuation is not None, context.query_positions)
-        lacks_rows, lacks_tokens = located.lacks_sequences or not real.is_known, call.tokens.are_unknown
+        lacks_rows = located.lacks_sequences or not real.is_known
+        lacks_tokens = call.tokens.are_unknown or (call.tokens.ids is not None and history.token_ids is None)
         if lacks_tokens:
             self._on_left_out(call.site.path, TOKENS_UNKNOWN)
         continues = continuation is not None

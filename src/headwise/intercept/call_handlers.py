@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
+from headwise.errors import InputError
 from headwise.intercept.accelerated_sdpa import OBSERVED, accelerated_modules
 from headwise.intercept.attention_call import AttentionCall, KnownWeights
 from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation, SiteKey
@@ -118,14 +119,27 @@ class CallHandlers:
         ):
             self._observe(row_block, checked)
 
-    def changed(self, out: Float[Tensor, "batch heads queries value_dim"]) -> Tensor:
+    def changed(self, out: Float[Tensor, "batch heads queries value_dim"], *, has_inputs: bool = True) -> Tensor:
         """Return the head outputs `out` after all changes that interceptors requested, each applied to the result of
-        the previous one.
+        the previous one. `has_inputs` is False if the model has overwritten tensors of the call, such as its values.
+
+        Raises:
+            InputError: a change reads tensors of the call that the model has overwritten.
         """
+        readers = self.call.uniform_output, self.call.stated_problem
         with current_session().paused():
             for change in self.changes:
-                out = change(HeadOutput(out, self.call.uniform_output, self.call.stated_problem))
+                out = change(HeadOutput(out, *(readers if has_inputs else (self._refuse_overwritten,) * 2)))
         return out
+
+    def _refuse_overwritten(self) -> NoReturn:
+        running = current_session().module_calls if self.call.module_calls is None else self.call.module_calls
+        names = ", ".join(each.path or type(each.module).__name__ for each in running[-1:])
+        raise InputError(
+            "values",
+            expected="numbers or tensors for modules that overwrite their queries, keys or values",
+            got=f"a replacement that reads these in {names}",
+        )
 
     @property
     def _has_check(self) -> bool:
@@ -204,7 +218,9 @@ def handlers_of_call(call: AttentionCall) -> CallHandlers:
                 alive = [weight for reference in weights if (weight := reference()) is not None]
                 interceptor.on_projected(module_call.path, alive)
         if packed is not None:  # the arguments of the modules have the layout of the packed tokens
-            tokens, padding = tokens._replace(ids=packed.token_ids(tokens.ids)), None
+            ids, padding = packed.token_ids(tokens.ids), None
+            is_lost = ids is None and tokens.ids is not None
+            tokens = tokens._replace(ids=ids, are_unknown=tokens.are_unknown or is_lost)
         reported = Call(
             site,
             layer_number_of(module_call.module),

@@ -125,6 +125,9 @@ def on_softmax(
     softmax = Softmax(
         dim, result.numel(), module_calls, origin, is_comparison, compared, is_masked, is_written=is_written
     )
+    before = session.attention.weights.get(scores)
+    if before is not None and before.softmax.is_written and before.softmax in session.attention.softmaxes:
+        session.attention.softmaxes.remove(before.softmax)  # an exponential for a single key, of which the sum is 1
     session.attention.softmaxes.append(softmax)
     if result is scores:
         session.attention.scores.discard(scores)

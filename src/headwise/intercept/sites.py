@@ -286,7 +286,8 @@ class SiteRegistry(Interceptor):
         if record is None:
             record = self._records.setdefault(call.site, SiteRecord(call.site, call.layer, heads, kv_heads))
         if (record.heads, record.kv_heads) != (heads, kv_heads):
-            raise InputError("model", expected=f"{record.heads} heads in every call of {call.site.path}", got=heads)
+            expected = f"{record.heads} heads, {record.kv_heads} of keys and values, in every call of {call.site.path}"
+            raise InputError("model", expected=expected, got=f"{heads}, {kv_heads} of keys and values")
         return record
 
     def merge(self, records: Iterable[SiteRecord]) -> None:

@@ -205,6 +205,8 @@ def _recorded(call: FunctionCall, result: Any, kept: Tensor | None) -> Any:
         arguments = (*call.args, *(call.kwargs[name] for name in ("input", "dim") if name in call.kwargs), None)
         negative = -arguments[0].detach() if call.function is F.softmin else None
         eager_softmax.on_softmax(arguments[0], result, arguments[1], kept, numbers=negative)
+        if current_session().attention.weights.get(result) is None:  # such as a softmax over heads
+            follow_scores(call, result)
         return result
     report_averages(call)
     result = eager_softmax.on_function(call, result)

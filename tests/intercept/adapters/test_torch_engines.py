@@ -7,7 +7,7 @@ import torch
 from engine_model import DIM, HEADS, KV_HEADS, WIDTH, EngineAttention, model_of, require_rows
 from flash_attn_stand_in import flash_attn_varlen_func, one_sequence
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import headwise as hw
@@ -232,6 +232,48 @@ def test_flex_attention_is_gated_and_keeps_its_further_results():
     assert not out[:, 1].any()
 
 
+def with_log_sums(use):
+    """Return attention in which `use` is a function of the output and of the log-sum-exp of the scores."""
+
+    def attend(q, k, v):
+        tensors = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out, aux = flex_attention(*tensors, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        return use(out, aux.lse.unsqueeze(-1)).transpose(1, 2)
+
+    return attend
+
+
+def merged(out, log_sums):
+    """Merge the output with a second one, of which the log-sum-exp is 0."""
+    total = torch.logaddexp(log_sums, torch.zeros_like(log_sums))
+    return out * (log_sums - total).exp() + 0.5 * (-total).exp()
+
+
+@pytest.mark.parametrize("use", [lambda out, log_sums: out * (log_sums - 0.3).sigmoid(), merged])
+@torch.no_grad()
+def test_outputs_that_are_scaled_by_the_log_sum_exp_are_named(use):
+    model, x = model_of(with_log_sums(use)), torch.randn(2, 9, WIDTH).double()
+    sentence = "multiplies its outputs with a function of the log-sum-exp"
+    with pytest.raises(hw.errors.InputError, match=sentence), hw.watch(model):
+        model(x)
+    with pytest.raises(hw.errors.InputError, match=sentence), hw.gate(model, {("0", 1): 0.0}):
+        model(x)
+
+
+@torch.no_grad()
+def test_a_log_sum_exp_that_scales_no_output_changes_no_statistic():
+    plain, losses = model_of(in_flex_layout(flex_attention)), []
+    model, x = copy.deepcopy(plain), torch.randn(2, 9, WIDTH).double()
+    model[0].attend = with_log_sums(lambda out, log_sums: (losses.append(log_sums.square().mean()), out)[1])
+    rows = []
+    for each in (plain, model):
+        with hw.watch(each) as heads:
+            each(x)
+        rows.append(heads.rows())
+    assert rows[0] == rows[1]
+    assert len(losses) == 1
+
+
 @torch.no_grad()
 def test_a_larger_compiled_function_is_named_in_every_context():
     @torch.compile(backend="eager", fullgraph=True)
@@ -266,6 +308,50 @@ def test_a_block_mask_that_leaves_out_blocks_is_named():
     sentence = "by flex_attention with a block_mask that leaves out blocks which its mask_mod allows"
     with pytest.raises(hw.errors.InputError, match=sentence), hw.watch(model):
         model(x)
+
+
+LISTED = torch.tensor([[[1, 2, 3]]]).int(), torch.arange(3).int().expand(1, 1, 3, 3)
+"""Blocks of 3 tokens that a causal mask allows."""
+
+
+def of_sequence(b, h, q, k):
+    return (q >= k) | (b == 1)
+
+
+def of_head(b, h, q, k):
+    return (q >= k) | (h > 2)
+
+
+@pytest.mark.parametrize("rule", [of_sequence, of_head])
+@torch.no_grad()
+def test_a_block_mask_for_the_first_sequence_or_head_alone_is_named(rule):
+    pruned = BlockMask.from_kv_blocks(*LISTED, BLOCK_SIZE=(3, 3), mask_mod=rule)
+    model, x = model_of(in_flex_layout(flex_attention, block_mask=pruned)), torch.randn(2, 9, WIDTH).double()
+    sentence = "by flex_attention with a block_mask that leaves out blocks which its mask_mod allows"
+    with pytest.raises(hw.errors.InputError, match=sentence), hw.watch(model):
+        model(x)
+
+
+@torch.no_grad()
+def test_full_blocks_in_which_the_rule_hides_keys_are_named():
+    """A kernel does not mask keys of full blocks."""
+    none = torch.zeros_like(LISTED[0]), LISTED[1]
+    full = BlockMask.from_kv_blocks(*none, *LISTED, BLOCK_SIZE=(3, 3), mask_mod=causal)
+    model, x = model_of(in_flex_layout(flex_attention, block_mask=full)), torch.randn(2, 9, WIDTH).double()
+    sentence = "by flex_attention with a block_mask that lists blocks as full in which its mask_mod hides keys"
+    with pytest.raises(hw.errors.InputError, match=sentence), hw.watch(model):
+        model(x)
+
+
+@torch.no_grad()
+def test_full_blocks_in_which_the_rule_hides_nothing_are_read():
+    diagonal = torch.ones(1, 1, 3).int(), torch.tensor([[[[0, 1, 2], [1, 0, 2], [2, 0, 1]]]]).int()
+    before = torch.tensor([[[0, 1, 2]]]).int(), torch.arange(3).int().expand(1, 1, 3, 3)
+    blocks = BlockMask.from_kv_blocks(*diagonal, *before, BLOCK_SIZE=(3, 3), mask_mod=causal)
+    model, x = model_of(in_flex_layout(flex_attention, block_mask=blocks)), torch.randn(2, 9, WIDTH).double()
+    with hw.watch(model) as heads:
+        model(x)
+    assert [row["next"] for row in heads.rows()] == [0.0] * HEADS
 
 
 def test_the_reference_agrees_with_the_plain_attention_of_other_tests():

@@ -21,7 +21,8 @@ from headwise.intercept.answer import answered, held
 from headwise.intercept.attention_call import AttentionCall, PackedSequences, both
 from headwise.intercept.module_call import report_unreadable
 from headwise.intercept.session import current_session
-from headwise.intercept.trace.outputs import refuse_multiplied
+from headwise.intercept.trace.functions import tensors_among
+from headwise.intercept.trace.outputs import follow_log_sums, refuse_multiplied
 from headwise.shapes import Float, Int
 
 UNEXPECTED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -164,6 +165,8 @@ def finished(name: str, result: Any, read: Callable[[], AttentionCall]) -> Any:
             call.origins = session.origins_of(call.q, call.k, call.v)
             refuse_multiplied(call.q, call.k, call.v)
             changed = held(call, out)
+    if isinstance(result, tuple) and call.origins is not None:
+        follow_log_sums(changed, tensors_among(result[1:]))
     if changed is out:
         return result
     if not isinstance(result, tuple):

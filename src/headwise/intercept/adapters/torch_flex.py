@@ -153,31 +153,42 @@ def mask_of(block_mask: Any, q: Tensor, k: Tensor) -> FlexMask | None:
     """
     if block_mask is None:
         return None
-    sizes = q.shape[2], k.shape[2]
+    sizes = (*q.shape[:3], k.shape[2])
     if _checked.get(block_mask) != sizes:
         with current_session().paused():
-            _require_listed(block_mask, *sizes, q.device)
+            _require_listed(block_mask, sizes, q.device)
         _checked[block_mask] = sizes
     return FlexMask(block_mask.mask_mod)
 
 
-_checked: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-"""Block masks that were checked, with their numbers of queries and keys."""
+_checked: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()
+"""Block masks that were checked, with the sizes of the call: sequences, heads, queries and keys."""
 
 
-def _require_listed(block_mask: Any, queries: int, keys: int, device: torch.device) -> None:
-    """Raise `UnreadableCall` if a `BlockMask` leaves out blocks in which its `mask_mod` allows a key. The result of the
-    call would then be unknown: compiled code does not compute these blocks, and code that is not compiled does.
+def _require_listed(block_mask: Any, sizes: tuple[int, ...], device: torch.device) -> None:
+    """Raise `UnreadableCall` if a `BlockMask` leaves out blocks in which its `mask_mod` allows a key, or lists blocks
+    as full in which the `mask_mod` hides one. The result of the call would then be unknown: compiled code does not
+    compute the former and does not mask the latter, and code that is not compiled applies the `mask_mod` everywhere.
     """
     listed, (rows, columns) = block_mask.to_dense().bool(), block_mask.BLOCK_SIZE
-    sequences, heads, all_keys = (torch.arange(size, device=device) for size in (*listed.shape[:2], keys))
-    for start in range(0, queries, rows):
-        block = torch.arange(start, min(start + rows, queries), device=device)
-        allowed = over_block(block_mask.mask_mod, sequences, heads, block, all_keys).any(-2)
-        allowed = F.pad(allowed, (0, -keys % columns))
-        allowed = allowed.view(*allowed.shape[:-1], -1, columns).any(-1)
-        if bool((allowed & ~listed[:, :, start // rows, : allowed.shape[-1]]).any()):
+    full = torch.zeros_like(listed)
+    if block_mask.full_kv_num_blocks is not None:
+        of_full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        full = type(block_mask).from_kv_blocks(*of_full, BLOCK_SIZE=block_mask.BLOCK_SIZE).to_dense().bool()
+    *others, queries, keys = (torch.arange(size, device=device) for size in sizes)
+    for index, block in enumerate(queries.split(rows)):
+        allowed = over_block(block_mask.mask_mod, *others, block, keys)
+        for axis in (0, 1):  # the mask is usually the same for all sequences and heads
+            allowed = allowed if allowed.stride(axis) else allowed.narrow(axis, 0, 1)
+        padding = (0, -len(keys) % columns)
+        has_key, hides_key = (
+            F.pad(each.any(-2), padding).unflatten(-1, (-1, columns)).any(-1) for each in (allowed, ~allowed)
+        )
+        blocks = slice(has_key.shape[-1])
+        if bool((has_key & ~listed[:, :, index, blocks]).any()):
             raise UnreadableCall("with a block_mask that leaves out blocks which its mask_mod allows")
+        if bool((hides_key & full[:, :, index, blocks]).any()):
+            raise UnreadableCall("with a block_mask that lists blocks as full in which its mask_mod hides keys")
 
 
 def scores_modified_by(score_mod: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:

@@ -242,8 +242,13 @@ def multiplied_and_summed(left: Tensor, right: Tensor, dims: Sequence[int], keep
     return (left * right).sum(tuple(dims), keepdim=keepdim)
 
 
+def multiplied_and_averaged(left: Tensor, right: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """Return the mean of the product of two tensors over the axes `dims`, as models write it by `*` and `mean`."""
+    return (left * right).mean(tuple(dims), keepdim=keepdim)
+
+
 PRODUCTS = (MATMULS | ADDED_PRODUCTS | CONVOLUTIONS) | {
-    *(Tensor.__rmatmul__, F.linear, torch.einsum, torch.tensordot, multiplied_and_summed)
+    *(Tensor.__rmatmul__, F.linear, torch.einsum, torch.tensordot, multiplied_and_summed, multiplied_and_averaged)
 }
 """Functions that sum products of two or more tensors over an axis."""
 
@@ -403,6 +408,7 @@ _READERS: dict[Callable[..., Any], Callable[..., Contraction | None]] = {
     torch.einsum: _einsum,
     torch.tensordot: _tensordot,
     multiplied_and_summed: _multiplied_and_summed,
+    multiplied_and_averaged: _multiplied_and_summed,
 }
 """Functions that read the arguments of a product which states its axes."""
 

@@ -271,6 +271,13 @@ class Lineage:
         self.set(tensor, Origin(joined=bit))
         return Origin(joined=bit)
 
+    def mark(self, tensors: Iterable[Tensor]) -> int:
+        """Record that these tensors have a source of their own, and return it as a bit."""
+        bit = self._bit(("mark", len(self._bits)))
+        for tensor in tensors:
+            self.set(tensor, Origin(joined=bit))
+        return bit
+
     def is_of_input(self, tensor: Tensor) -> bool:
         """Return True if a tensor is known to depend on an input of the model. Return False if it depends only on
         parameters, buffers and tensors from outside of the model call, or if this is unknown.

@@ -53,6 +53,7 @@ from headwise.intercept.trace.refusals import (
     NO_QUERIES,
     NOT_LINEAR,
     NOT_OVER_KEYS,
+    RESCALED,
 )
 from headwise.intercept.trace.scores import keeps_places, may_project, repeated
 from headwise.intercept.trace.state import AttentionOutput, FollowedOutput, current_trace
@@ -114,6 +115,16 @@ def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins, number:
     trace.attention.outputs.set(out, [FollowedOutput(output, axes_of(out.shape), None)])
 
 
+def follow_log_sums(out: Tensor, log_sums: list[Tensor]) -> None:
+    """Follow the further results of the attention call that has computed the output `out`, such as the log-sum-exp of
+    its scores. The call is excluded from the results if the model multiplies the output with a function of these, as
+    for sinks: the weights of the call are then not those of the heads.
+    """
+    source = current_trace().lineage.mark(log_sums)
+    for followed in _followed(out):
+        followed.output.log_sums |= source
+
+
 def lose_outputs() -> None:
     """Record that the attention outputs computed so far cannot be followed any further. This function is called inside
     function transforms such as `torch.vmap`, where the model works with other tensor objects.
@@ -165,6 +176,8 @@ def before_function(call: FunctionCall) -> FunctionCall:
         _refuse_concatenated_heads(call)
     for tensor in call.tensors:
         for followed in _followed(tensor):
+            if followed.output.log_sums and _depends_on_log_sums(call, followed.output):
+                followed.output.refuse(RESCALED)
             features = _features_of(call, tensor, followed)
             if features is not None and call.function not in CONCATENATIONS:
                 followed.output.on_projected([other for other in call.tensors if is_parameter(other)])
@@ -179,6 +192,15 @@ def before_function(call: FunctionCall) -> FunctionCall:
                 _follow_changed(changed, tensor, followed)
                 call = call.replaced(tensor, changed)
     return call
+
+
+def _depends_on_log_sums(call: FunctionCall, output: AttentionOutput) -> bool:
+    """Return True if an argument of a function call, other than an attention output, depends on the log-sum-exp of the
+    scores of this attention output.
+    """
+    trace = current_trace()
+    others = [tensor for tensor in call.tensors if not _followed(tensor)]
+    return any(trace.lineage.origin(other, trace.module_calls).sources & output.log_sums for other in others)
 
 
 def _loses_changes(call: FunctionCall) -> bool:

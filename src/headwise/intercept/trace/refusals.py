@@ -64,6 +64,11 @@ ADDED_TENSOR = (
     "another tensor, so that the outputs of the heads are not known alone"
 )
 
+RESCALED = (
+    "attention of these modules is left out, since the model multiplies its outputs with a function of the log-sum-exp "
+    "of the scores, as for sinks, so that the weights of the heads are others"
+)
+
 COMPLEX = "attention of these modules is left out, since its outputs are complex numbers"
 
 WEIGHTS_IN_PARTS = (

@@ -32,6 +32,7 @@ from headwise.intercept.trace.functions import (
     contraction_of,
     functions_named,
     is_parameter,
+    multiplied_and_averaged,
     multiplied_and_summed,
     product_with,
     tensors_among,
@@ -124,13 +125,15 @@ def repeated(call: FunctionCall, argument: Tensor, other: Tensor, number: int | 
 
 _MULTIPLICATIONS = functions_named("mul", "multiply", "__mul__", "__rmul__")
 _SUMS = functions_named("sum")
+_MEANS = functions_named("mean")
 
 
 def contracted(call: FunctionCall, result: Any) -> FunctionCall:
-    """Replace the `sum` in a product of two tensors that a model writes as a broadcast `*` and a `sum`: return an
-    equivalent call of `multiplied_and_summed`. For the `*`, store its factors as long as its `result` exists, and
-    return the call unchanged. Return all other calls unchanged, and also the `sum` if the product or a factor was
-    changed in place.
+    """Replace the `sum` or `mean` in a product of two tensors that a model writes as a broadcast `*` and a `sum` or
+    `mean`: return an equivalent call of `multiplied_and_summed` or `multiplied_and_averaged`. For the `*`, store its
+    factors as long as its `result` exists, and return the call unchanged. Return all other calls unchanged. These
+    include a `sum` or `mean` if the product or a factor was changed in place, and a `mean` of attention weights, which
+    divides the outputs of the heads.
     """
     trace = current_trace()
     if call.function in _MULTIPLICATIONS:
@@ -139,7 +142,7 @@ def contracted(call: FunctionCall, result: Any) -> FunctionCall:
             factors = call.tensors[0], call.tensors[1]
             record = BroadcastProduct(factors, version_of(result), TensorVersions(call.tensors))
             trace.attention.factors.set(result, record)
-    elif call.function in _SUMS and call.tensors and trace.attention.factors:
+    elif call.function in _SUMS | _MEANS and call.tensors and trace.attention.factors:
         product = trace.attention.factors.get(call.tensors[0])
         arguments = dict(zip(("input", "dim", "keepdim"), call.args, strict=False)) | call.kwargs
         dims = arguments.get("dim", arguments.get("axis"))
@@ -147,7 +150,10 @@ def contracted(call: FunctionCall, result: Any) -> FunctionCall:
             return call
         if dims is not None and arguments.get("dtype") is None and "out" not in arguments:
             dims = (dims,) if isinstance(dims, int) else tuple(dims)
-            return FunctionCall(multiplied_and_summed, (*product.factors, dims, bool(arguments.get("keepdim"))), {})
+            function = multiplied_and_summed if call.function in _SUMS else multiplied_and_averaged
+            if function is multiplied_and_averaged and any(map(trace.attention.weights.get, product.factors)):
+                return call
+            return FunctionCall(function, (*product.factors, dims, bool(arguments.get("keepdim"))), {})
     return call
 
 
@@ -463,13 +469,12 @@ def written_softmax(call: FunctionCall, result: Any) -> tuple[Tensor, Tensor, in
     exponents, tolerance = followed.exponents, torch.finfo(result.dtype).eps ** 0.5
     if has_no_numbers() or not has_usual_values(result) or exponents.shape != result.shape:
         return None
-    for dim in reversed(
-        [dim for dim, size in enumerate(result.shape) if size > 1 and compares_activations(result, dim)]
-    ):
+    dims = [dim for dim in reversed(range(result.ndim)) if compares_activations(result, dim)]
+    for dim in sorted(dims, key=lambda dim: result.shape[dim] == 1):  # the axis of a single key comes last
         with torch.no_grad():
             sums = result.sum(dim, keepdim=True)
             difference = (result - (sums * exponents.softmax(dim)).nan_to_num()).abs()  # a row may be hidden
-            is_row = _divides_rows(call, sums)
+            is_row = result.shape[dim] > 1 and _divides_rows(call, sums)
             has_sum = (sums <= 1 + tolerance) if is_row else ((sums - 1).abs() <= tolerance)
         if bool((((difference <= tolerance) & has_sum) | result.isnan()).all()):
             return next(each for each in call.tensors if trace.attention.scores.get(each)), exponents, dim

@@ -244,6 +244,7 @@ class AttentionOutput:
         is_reported: True if the call was reported to the interceptors, or its module was named to them.
         is_lost: True if a function used the output in a way that its axes could not be followed through.
         is_projected: True if a linear map of the output was seen.
+        log_sums: source of the log-sum-exp of the scores, if the attention function has returned it; 0 if not.
         weights_id: identity of the attention weights. Outputs with the same object were computed from the same weights.
     """
 
@@ -265,6 +266,7 @@ class AttentionOutput:
             self._is_observed, self.may_change = current_trace().on_attention_found(module_calls, origins)
         self.is_established = self.is_reported = source is None
         self.is_lost = self.is_projected = False
+        self.log_sums = 0
         self.origins, self._number = origins, number
         self.weights_id = object() if source is None else source.weights_id
         self._source = source
@@ -311,6 +313,11 @@ class AttentionOutput:
         """
         read = [] if self._source is None or self._tensor is None else [self._tensor, *self._source.tensors]
         self._is_overwritten |= any(share_memory(tensor, each) for each in read)
+
+    @property
+    def _have_tensors_changed(self) -> bool:
+        """True if torch has counted changes in place of the output, or of tensors from which it was computed."""
+        return self._versions is not None and self._versions.have_changed()
 
     @property
     def established_axes(self) -> set[int]:
@@ -372,7 +379,9 @@ class AttentionOutput:
             handlers, tensor = self._handlers_with(layout), self._tensor
             self.may_change = bool(handlers.changes)
             if self.may_change:
-                self._changed = layout.from_heads(handlers.changed(layout.by_head(tensor)))
+                has_inputs = not (self._is_overwritten or self._have_tensors_changed)
+                changed = handlers.changed(layout.by_head(tensor), has_inputs=has_inputs)
+                self._changed = layout.from_heads(changed)
                 current_trace().attention.unchanged.pop(self._change, None)
         return self._changed
 
@@ -394,7 +403,7 @@ class AttentionOutput:
                 self.refuse(HEADS_NOT_FOLLOWED)
             else:
                 return False
-        has_changed = self._versions is not None and self._versions.have_changed() and self._changed is None
+        has_changed = self._have_tensors_changed and self._changed is None
         if self.refusal is None and (has_changed or (self._is_overwritten and self._is_observed)):
             self.refuse(CHANGED_IN_PLACE)
         self.is_reported, self._versions = True, None

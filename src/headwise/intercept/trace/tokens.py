@@ -472,8 +472,8 @@ def _of_equal_parts(args: tuple[Any, ...], result: Any) -> list[Tensor]:
 # -- ids of tokens ----------------------------------------------------------------------------------------------------
 
 TOKENS_UNKNOWN = (
-    "it is unknown which tokens the queries of these modules stand for, since the model changes or reorders its "
-    "input_ids, so statistics that need token ids are left out"
+    "it is unknown which tokens the queries of these modules stand for, since the model changes, reorders or divides "
+    "its input_ids, so statistics that need token ids are left out"
 )
 """Reason for modules whose token ids are unknown."""
 
@@ -622,7 +622,7 @@ class LookedUpIds:
             reorderings: sources that are another order of tokens.
         """
         if argument is None or content is None:
-            return CallTokens(argument)
+            return CallTokens(argument, argument is None and self.are_read_by(content or 0))
         roots = self._of(argument).roots
         of_argument = [each for each in self._lookups if any(a is b for a in each.derived.roots for b in roots)]
         read = [each for each in of_argument if each.source & content]
@@ -630,7 +630,7 @@ class LookedUpIds:
             return CallTokens(argument)
         fits = len(argument) == sizes[0] and argument.shape[1] >= sizes[1]
         if not read or content & reorderings:
-            return CallTokens(None, fits, bool(read))
+            return CallTokens(None, fits or bool(read), bool(read))
         others = [each for each in read if not _are_of_argument(each.ids, argument)]
         if not others or _are_parts(read, argument) or _are_names(others, argument, len(read) > len(others)):
             return CallTokens(argument)

@@ -72,7 +72,8 @@ def _why_unread(contraction: Contraction, weights: Tensor, values: Tensor) -> st
     if weights.shape[axis] < 2 or not (is_of_scores or _may_be_of_tokens(contraction, weights, values, labels[axis])):
         return None
     numbers = weights.detach().nan_to_num()
-    if not bool((numbers >= 0).all()) or bool(((numbers == 0) | (numbers == 1)).all()):  # such as a selection
+    is_selection = not is_of_scores and bool(((numbers == 0) | (numbers == 1)).all())
+    if is_selection or not bool((numbers >= 0).all()):
         return None
     sums = numbers.sum(axis)
     tolerance = torch.finfo(numbers.dtype).eps ** 0.5

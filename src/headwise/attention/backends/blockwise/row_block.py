@@ -136,7 +136,7 @@ class RowBlock:
         if len(features) == 1:
             product = self.powers @ features[0].to(self.powers.dtype)
         else:
-            product = self.powers.view(sequences, heads * rows, -1) @ features.to(self.powers.dtype)
+            product = self.powers.reshape(sequences, heads * rows, -1) @ features.to(self.powers.dtype)
         return product.view(sequences, heads, rows, -1) * self.weight_per_power[..., None]
 
     def weight_at_lag(self, lag: int) -> RowsByHead:
