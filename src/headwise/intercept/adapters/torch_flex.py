@@ -176,13 +176,13 @@ def _require_listed(block_mask: Any, sizes: tuple[int, ...], device: torch.devic
         of_full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
         full = type(block_mask).from_kv_blocks(*of_full, BLOCK_SIZE=block_mask.BLOCK_SIZE).to_dense().bool()
     *others, queries, keys = (torch.arange(size, device=device) for size in sizes)
-    for index, block in enumerate(queries.split(rows)):
+    for index, block in enumerate(torch.split(queries, rows)):
         allowed = over_block(block_mask.mask_mod, *others, block, keys)
         for axis in (0, 1):  # the mask is usually the same for all sequences and heads
             allowed = allowed if allowed.stride(axis) else allowed.narrow(axis, 0, 1)
         padding = (0, -len(keys) % columns)
         has_key, hides_key = (
-            F.pad(each.any(-2), padding).unflatten(-1, (-1, columns)).any(-1) for each in (allowed, ~allowed)
+            F.pad(each.any(-2), padding).reshape(*each.shape[:-2], -1, columns).any(-1) for each in (allowed, ~allowed)
         )
         blocks = slice(has_key.shape[-1])
         if bool((has_key & ~listed[:, :, index, blocks]).any()):
