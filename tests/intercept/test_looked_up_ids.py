@@ -246,6 +246,18 @@ def test_statistics_of_unknown_tokens_are_left_out_by_name(name):
         assert {"entropy", "previous"} <= row.keys()
 
 
+def test_heads_of_single_sequences_that_linear_maps_compare_are_named():
+    def by_maps(q, k, v):
+        heads = [F.linear(a, b).softmax(-1) @ c for a, b, c in zip(*(x.flatten(0, 1) for x in (q, k, v)), strict=True)]
+        return torch.stack(heads).view(q.shape)
+
+    model = Model(words(same))
+    model.first.way = by_maps
+    with pytest.warns(UserWarning, match=": first"), hw.watch(model) as heads:
+        model(input_ids=IDS)
+    assert {row["module"] for row in heads.rows()} == {"second"}
+
+
 def test_ids_of_one_sequence_without_an_axis_of_the_batch_are_named():
     model = Model(lambda model, ids: model.words(ids)[None])
     with pytest.warns(UserWarning, match=UNKNOWN), hw.watch(model, special=[1]) as heads:

@@ -338,7 +338,7 @@ class LookedUpTokens(TokenNumbers):
         linear map. Return None if they are unknown.
         """
         known = tokens.linear_map.looked_up
-        if known is None:
+        if known is None or bool((tokens.numbers > known.numbers.numel()).any()):  # numbers of several linear maps
             return None
         numbers = F.pad(known.numbers, (1, 0))[tokens.numbers.long()]
         return NumberedTokens(numbers, known.linear_map, known.depend_on_data or tokens.depend_on_data)
