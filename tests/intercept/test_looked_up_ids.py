@@ -125,6 +125,35 @@ def test_weights_may_have_the_keys_before_the_queries():
     require_tokens(heads, model, IDS)
 
 
+VALUES = {
+    "where": lambda scores: torch.where(CAUSAL, scores, -1e30),
+    "where with a name": lambda scores: scores.where(CAUSAL, other=-1e30),
+    "where with a tensor": lambda scores: torch.where(CAUSAL, scores, torch.tensor(-1e30)),
+    "assignment": lambda scores: assigned(scores.clone()),
+}
+CAUSAL = torch.ones(8, 8).tril().bool()
+
+
+def assigned(scores):
+    scores[:, :, ~CAUSAL] = -1e30
+    return scores
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_are_written_to_scores_are_no_tokens(name):
+    def masked(q, k, v):
+        scores = torch.baddbmm(q.new_zeros(1), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=DIM**-0.5)
+        return torch.linalg.matmul(VALUES[name](scores.unflatten(0, q.shape[:2])).softmax(-1), v)
+
+    torch.manual_seed(6)
+    model = Model(words(same))
+    model.first.way = model.second.way = masked
+    with hw.watch(model, special=[1, 5]) as heads:
+        model(input_ids=IDS)
+    require_tokens(heads, model, IDS)
+
+
 def of_table(change):
     return lambda model, ids: model.words.weight[change(ids)]
 

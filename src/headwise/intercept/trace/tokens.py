@@ -18,6 +18,7 @@ from torch import Tensor
 from headwise.intercept.trace.axes import VIEWS
 from headwise.intercept.trace.functions import (
     ADDED_PRODUCTS,
+    ASSIGNMENT,
     CONCATENATIONS,
     CONSTANTS,
     CONVOLUTIONS,
@@ -401,7 +402,7 @@ def numbers_after(
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
     results = tensors_among((call.args[0] if is_in_place else result,))
     try:
-        args, kwargs = (_numbers_among(each, numbers_of, largest) for each in (call.args, call.kwargs))
+        args, kwargs = (_numbers_among(each, numbers_of, largest) for each in _without_values(call))
         if is_in_place:
             args = (args[0].clone(), *args[1:])
             call.function(*args, **kwargs)
@@ -419,6 +420,26 @@ def numbers_after(
         (tensor, numbers[index] if index < len(numbers) and numbers[index].shape == tensor.shape else None)
         for index, tensor in enumerate(results)
     ]
+
+
+def _without_values(call: FunctionCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a function call with 0, which stands for an unknown token, in place of single values that
+    the function writes to elements of its result.
+    """
+    positions, kwargs = _WRITTEN_VALUES.get(call.function, ()), dict(call.kwargs)
+    args = tuple(0 if index in positions and _is_value(each) else each for index, each in enumerate(call.args))
+    for name in ("other", "value") if positions else ():
+        if _is_value(kwargs.get(name)):
+            kwargs[name] = 0
+    return args, kwargs
+
+
+_WRITTEN_VALUES = {**dict.fromkeys(functions_named("where"), (1, 2)), **dict.fromkeys(ASSIGNMENT, (2,)), F.pad: (3,)}
+"""Positions of arguments that may be single values, which a function writes to elements of its result."""
+
+
+def _is_value(argument: Any) -> bool:
+    return isinstance(argument, int | float) or (isinstance(argument, Tensor) and not argument.ndim)
 
 
 def _numbers_among(argument: Any, numbers_of: Callable[[Tensor], Tensor | None], largest: int | float) -> Any:
