@@ -152,6 +152,11 @@ def projected(model, x):
     return x if len(x) == 3 else x.transpose(0, 1)
 
 
+def convolved(model, x):
+    """Return a convolution of embeddings, which have the tokens on the last axis."""
+    return F.conv1d(x.mT, model.positions.weight[:WIDTH, :, None]).mT
+
+
 def halves(x):
     """Return the two halves of each sequence in the other order."""
     return torch.cat([x[:, 4:], x[:, :4]], 1)
@@ -192,6 +197,7 @@ LOOKUPS = {
     "offset": (lambda model, ids: model.words(ids + 20), same),
     "hashes": (lambda model, ids: model.words(ids * 11 % 13) + model.positions(ids * 7 % 17), same),
     "sequences on the second axis": (lambda model, ids: projected(model, model.words(ids).transpose(0, 1)), same),
+    "tokens on the last axis": (lambda model, ids: convolved(model, model.words(ids)), same),
     "order that is undone": (lambda model, ids: halves(projected(model, halves(model.words(ids)))), same),
 }
 
@@ -229,6 +235,7 @@ NOT_KNOWN = {
     "moved offsets": lambda model, ids: model.words((ids + 3).flip(1)),
     "other embeddings": lambda model, ids: torch.randn(3, 8, WIDTH),
     "projection in another order": lambda model, ids: projected(model, halves(model.words(ids))),
+    "convolution in another order": lambda model, ids: convolved(model, halves(model.words(ids))),
     **{
         f"embeddings in another order by {name}": lambda model, ids, change=change: change(model.words(ids))
         for name, change in EMBEDDINGS_IN_ANOTHER_ORDER.items()

@@ -323,14 +323,17 @@ class LookedUpTokens(TokenNumbers):
         if call.function not in PRODUCTS:
             self.record(call, result)
             return
-        mapped = tokens.of(result) if isinstance(result, Tensor) else None
-        before = call.tensors[call.function in ADDED_PRODUCTS] if len(call.tensors) > 1 else None
-        if mapped is None or before is None or before.shape[:-1] != result.shape[:-1]:
+        axis, mapped = _axis_of_features(call, result), tokens.of(result) if isinstance(result, Tensor) else None
+        if axis is None or mapped is None:
             return
-        known, numbered = self.of(before), tokens.of(before)
-        if known is None and numbered is not None:
-            known = self.looked_up_by(numbered)
-        mapped.linear_map.looked_up = known and known._replace(numbers=known.numbers[..., 0].flatten())
+        before = call.tensors[call.function in ADDED_PRODUCTS]
+        if before.ndim == result.ndim and all(
+            before.shape[index] == size for index, size in enumerate(result.shape) if index != axis
+        ):
+            known, numbered = self.of(before), tokens.of(before)
+            if known is None and numbered is not None:
+                known = self.looked_up_by(numbered)
+            mapped.linear_map.looked_up = known and known._replace(numbers=known.numbers.select(axis, 0).flatten())
 
     @staticmethod
     def looked_up_by(tokens: NumberedTokens) -> NumberedTokens | None:
