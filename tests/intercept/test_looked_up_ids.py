@@ -157,6 +157,12 @@ def convolved(model, x):
     return F.conv1d(x.mT, model.positions.weight[:WIDTH, :, None]).mT
 
 
+def with_neighbours(model, x):
+    """Return a linear map of each embedding and the next one."""
+    weights = model.positions.weight[:WIDTH]
+    return F.linear(torch.cat([F.pad(x[:, 1:], (0, 0, 0, 1)), x], 2), torch.cat([weights, weights], 1))
+
+
 def halves(x):
     """Return the two halves of each sequence in the other order."""
     return torch.cat([x[:, 4:], x[:, :4]], 1)
@@ -198,6 +204,7 @@ LOOKUPS = {
     "hashes": (lambda model, ids: model.words(ids * 11 % 13) + model.positions(ids * 7 % 17), same),
     "sequences on the second axis": (lambda model, ids: projected(model, model.words(ids).transpose(0, 1)), same),
     "tokens on the last axis": (lambda model, ids: convolved(model, model.words(ids)), same),
+    "neighbours": (lambda model, ids: with_neighbours(model, model.words(ids)), same),
     "order that is undone": (lambda model, ids: halves(projected(model, halves(model.words(ids)))), same),
 }
 

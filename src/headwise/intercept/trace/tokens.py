@@ -318,7 +318,8 @@ class LookedUpTokens(TokenNumbers):
 
     def record_after(self, call: FunctionCall, result: Any, tokens: TokenNumbers) -> None:
         """Record which looked-up token id each element of the `result` of a function call belongs to. If the function
-        is a linear map of features, store it for the map. `tokens` has the numbers of the tokens in its result.
+        is a linear map of features, store it for the map; it is unknown if the features of a token belong to several
+        ids. `tokens` has the numbers of the tokens in its result.
         """
         if call.function not in PRODUCTS:
             self.record(call, result)
@@ -333,7 +334,8 @@ class LookedUpTokens(TokenNumbers):
             known, numbered = self.of(before), tokens.of(before)
             if known is None and numbered is not None:
                 known = self.looked_up_by(numbered)
-            mapped.linear_map.looked_up = known and known._replace(numbers=known.numbers.select(axis, 0).flatten())
+            if known is not None and _repeats(known.numbers, known.numbers.narrow(axis, 0, 1)):
+                mapped.linear_map.looked_up = known._replace(numbers=known.numbers.select(axis, 0).flatten())
 
     @staticmethod
     def looked_up_by(tokens: NumberedTokens) -> NumberedTokens | None:
