@@ -205,6 +205,10 @@ LOOKUPS = {
     "sequences on the second axis": (lambda model, ids: projected(model, model.words(ids).transpose(0, 1)), same),
     "tokens on the last axis": (lambda model, ids: convolved(model, model.words(ids)), same),
     "neighbours": (lambda model, ids: with_neighbours(model, model.words(ids)), same),
+    "mean with the token before": (
+        lambda model, ids: 0.5 * F.pad(model.words(ids)[:, :-1], (0, 0, 1, 0)) + 0.5 * model.words(ids),
+        same,
+    ),
     "order that is undone": (lambda model, ids: halves(projected(model, halves(model.words(ids)))), same),
 }
 

@@ -318,11 +318,15 @@ class LookedUpTokens(TokenNumbers):
 
     def record_after(self, call: FunctionCall, result: Any, tokens: TokenNumbers) -> None:
         """Record which looked-up token id each element of the `result` of a function call belongs to. If the function
-        is a linear map of features, store it for the map; it is unknown if the features of a token belong to several
-        ids. `tokens` has the numbers of the tokens in its result.
+        is a linear map of features, store it for the map. It is unknown if a token belongs to several ids. `tokens` has
+        the numbers of the tokens in the result of the map.
         """
         if call.function not in PRODUCTS:
             self.record(call, result)
+            numbers = [known.numbers for tensor in call.tensors if (known := self.of(tensor)) is not None]
+            if call.function not in REPEATED and not all(torch.equal(each, numbers[0]) for each in numbers[1:]):
+                for tensor in tensors_among((result,)):
+                    self.discard(tensor)
             return
         axis, mapped = _axis_of_features(call, result), tokens.of(result) if isinstance(result, Tensor) else None
         if axis is None or mapped is None:
