@@ -5,7 +5,7 @@ looks up, or left out by name.
 import pytest
 import torch
 import torch.nn.functional as F
-from self_attention import DIM, HEADS, WIDTH, SelfAttention, merge, split
+from self_attention import DIM, HEADS, WIDTH, SelfAttention, merge, softmax, split
 from torch import nn
 
 import headwise as hw
@@ -226,6 +226,30 @@ def test_lookups_of_ids_are_told_from_other_lookups(name):
 
 def strided(x):
     return torch.cat([x[::2], x[1::2]])
+
+
+class InputLast(Model):
+    """Two layers of attention by hand after a linear map of the embeddings. The input is added to the first output."""
+
+    def __init__(self):
+        super().__init__(lambda model, ids: projected(model, model.words(ids)))
+        self.first.way = self.second.way = lambda q, k, v: softmax(q, k, v, torch.ones(8, 8).tril().bool())
+
+    def forward(self, input_ids):
+        x = self.read(self, input_ids)
+        self.kept = [self.weights(self.first, x)]
+        x = self.first(x) + x
+        self.kept.append(self.weights(self.second, x))
+        return self.second(x)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_output_of_attention_has_the_ids_of_its_queries():
+    torch.manual_seed(8)
+    model = InputLast()
+    with hw.watch(model, special=[1, 5]) as heads:
+        model(IDS)
+    require_tokens(heads, model, IDS)
 
 
 NOT_KNOWN = {

@@ -79,11 +79,13 @@ class NumberedTokens(NamedTuple):
         linear_map: the linear map in whose result the tokens are numbered.
         depend_on_data: True if the elements were selected or reordered by numbers that may differ in another call of
             the model, such as an index that sorts.
+        are_sums: True if elements may be sums over several tokens, whose first number they have.
     """
 
     numbers: Int[Tensor, "*shape"]
     linear_map: LinearMapCall
     depend_on_data: bool = False
+    are_sums: bool = False
 
     def differ_from(self, others: "NumberedTokens") -> bool:
         """Return True if, at some index, the elements of this object and of `others` are known to belong to tokens with
@@ -275,7 +277,8 @@ class TokenNumbers:
             first = first[(0,) * len(summed)].permute(order)
             for axis, label in enumerate(contraction.result):
                 first = first if label in left else first.unsqueeze(axis)
-            self._numbered.set(result, NumberedTokens(first.expand(result.shape), numbered.linear_map))
+            mixed = NumberedTokens(first.expand(result.shape), numbered.linear_map, are_sums=True)
+            self._numbered.set(result, mixed)
             return
 
     def _repeat(self, call: FunctionCall, result: Any, known: list[Tensor]) -> None:
@@ -289,6 +292,7 @@ class TokenNumbers:
         depend_on_data = has_indices or call.function in SORTS or any(each.depend_on_data for each in before)
         joined = _joined_maps(before, call)
         linear_map = before[0].linear_map if joined is None else joined.linear_map
+        are_sums = any(each.are_sums for each in before)
 
         def numbers_of(tensor: Tensor) -> Tensor | None:
             numbered = self._numbered.get(tensor)
@@ -300,7 +304,7 @@ class TokenNumbers:
             if numbers is None:
                 self._numbered.discard(tensor)
             else:
-                self._numbered.set(tensor, NumberedTokens(numbers, linear_map, depend_on_data))
+                self._numbered.set(tensor, NumberedTokens(numbers, linear_map, depend_on_data, are_sums))
 
 
 class LookedUpTokens(TokenNumbers):
@@ -347,7 +351,7 @@ class LookedUpTokens(TokenNumbers):
         linear map. Return None if they are unknown.
         """
         known = tokens.linear_map.looked_up
-        if known is None:
+        if known is None or tokens.are_sums:
             return None
         numbers = F.pad(known.numbers, (1, 0))[tokens.numbers.long()]
         return NumberedTokens(numbers, known.linear_map, known.depend_on_data or tokens.depend_on_data)
