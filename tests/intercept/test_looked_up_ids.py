@@ -5,7 +5,7 @@ looks up, or left out by name.
 import pytest
 import torch
 import torch.nn.functional as F
-from self_attention import DIM, HEADS, WIDTH, SelfAttention, merge, split
+from self_attention import DIM, HEADS, WIDTH, SelfAttention, merge, softmax, split
 from torch import nn
 
 import headwise as hw
@@ -181,6 +181,17 @@ def projected(model, x):
     return x if len(x) == 3 else x.transpose(0, 1)
 
 
+def convolved(model, x):
+    """Return a convolution of embeddings, which have the tokens on the last axis."""
+    return F.conv1d(x.mT, model.positions.weight[:WIDTH, :, None]).mT
+
+
+def with_neighbours(model, x):
+    """Return a linear map of each embedding and the next one."""
+    weights = model.positions.weight[:WIDTH]
+    return F.linear(torch.cat([F.pad(x[:, 1:], (0, 0, 0, 1)), x], 2), torch.cat([weights, weights], 1))
+
+
 def halves(x):
     """Return the two halves of each sequence in the other order."""
     return torch.cat([x[:, 4:], x[:, :4]], 1)
@@ -221,6 +232,12 @@ LOOKUPS = {
     "offset": (lambda model, ids: model.words(ids + 20), same),
     "hashes": (lambda model, ids: model.words(ids * 11 % 13) + model.positions(ids * 7 % 17), same),
     "sequences on the second axis": (lambda model, ids: projected(model, model.words(ids).transpose(0, 1)), same),
+    "tokens on the last axis": (lambda model, ids: convolved(model, model.words(ids)), same),
+    "neighbours": (lambda model, ids: with_neighbours(model, model.words(ids)), same),
+    "mean with the token before": (
+        lambda model, ids: 0.5 * F.pad(model.words(ids)[:, :-1], (0, 0, 1, 0)) + 0.5 * model.words(ids),
+        same,
+    ),
     "order that is undone": (lambda model, ids: halves(projected(model, halves(model.words(ids)))), same),
 }
 
@@ -238,6 +255,30 @@ def test_lookups_of_ids_are_told_from_other_lookups(name):
 
 def strided(x):
     return torch.cat([x[::2], x[1::2]])
+
+
+class InputLast(Model):
+    """Two layers of attention by hand after a linear map of the embeddings. The input is added to the first output."""
+
+    def __init__(self):
+        super().__init__(lambda model, ids: projected(model, model.words(ids)))
+        self.first.way = self.second.way = lambda q, k, v: softmax(q, k, v, torch.ones(8, 8).tril().bool())
+
+    def forward(self, input_ids):
+        x = self.read(self, input_ids)
+        self.kept = [self.weights(self.first, x)]
+        x = self.first(x) + x
+        self.kept.append(self.weights(self.second, x))
+        return self.second(x)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_output_of_attention_has_the_ids_of_its_queries():
+    torch.manual_seed(8)
+    model = InputLast()
+    with hw.watch(model, special=[1, 5]) as heads:
+        model(IDS)
+    require_tokens(heads, model, IDS)
 
 
 NOT_KNOWN = {
@@ -258,6 +299,7 @@ NOT_KNOWN = {
     "moved offsets": lambda model, ids: model.words((ids + 3).flip(1)),
     "other embeddings": lambda model, ids: torch.randn(3, 8, WIDTH),
     "projection in another order": lambda model, ids: projected(model, halves(model.words(ids))),
+    "convolution in another order": lambda model, ids: convolved(model, halves(model.words(ids))),
     **{
         f"embeddings in another order by {name}": lambda model, ids, change=change: change(model.words(ids))
         for name, change in EMBEDDINGS_IN_ANOTHER_ORDER.items()

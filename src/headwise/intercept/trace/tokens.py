@@ -80,11 +80,13 @@ class NumberedTokens(NamedTuple):
         linear_map: the linear map in whose result the tokens are numbered.
         depend_on_data: True if the elements were selected or reordered by numbers that may differ in another call of
             the model, such as an index that sorts.
+        are_sums: True if elements may be sums over several tokens, whose first number they have.
     """
 
     numbers: Int[Tensor, "*shape"]
     linear_map: LinearMapCall
     depend_on_data: bool = False
+    are_sums: bool = False
 
     def differ_from(self, others: "NumberedTokens") -> bool:
         """Return True if, at some index, the elements of this object and of `others` are known to belong to tokens with
@@ -276,7 +278,8 @@ class TokenNumbers:
             first = first[(0,) * len(summed)].permute(order)
             for axis, label in enumerate(contraction.result):
                 first = first if label in left else first.unsqueeze(axis)
-            self._numbered.set(result, NumberedTokens(first.expand(result.shape), numbered.linear_map))
+            mixed = NumberedTokens(first.expand(result.shape), numbered.linear_map, are_sums=True)
+            self._numbered.set(result, mixed)
             return
 
     def _repeat(self, call: FunctionCall, result: Any, known: list[Tensor]) -> None:
@@ -290,6 +293,7 @@ class TokenNumbers:
         depend_on_data = has_indices or call.function in SORTS or any(each.depend_on_data for each in before)
         joined = _joined_maps(before, call)
         linear_map = before[0].linear_map if joined is None else joined.linear_map
+        are_sums = any(each.are_sums for each in before)
 
         def numbers_of(tensor: Tensor) -> Tensor | None:
             numbered = self._numbered.get(tensor)
@@ -301,7 +305,7 @@ class TokenNumbers:
             if numbers is None:
                 self._numbered.discard(tensor)
             else:
-                self._numbered.set(tensor, NumberedTokens(numbers, linear_map, depend_on_data))
+                self._numbered.set(tensor, NumberedTokens(numbers, linear_map, depend_on_data, are_sums))
 
 
 class LookedUpTokens(TokenNumbers):
@@ -319,19 +323,28 @@ class LookedUpTokens(TokenNumbers):
 
     def record_after(self, call: FunctionCall, result: Any, tokens: TokenNumbers) -> None:
         """Record which looked-up token id each element of the `result` of a function call belongs to. If the function
-        is a linear map of features, store it for the map. `tokens` has the numbers of the tokens in its result.
+        is a linear map of features, store it for the map. It is unknown if a token belongs to several ids. `tokens` has
+        the numbers of the tokens in the result of the map.
         """
         if call.function not in PRODUCTS:
             self.record(call, result)
+            numbers = [known.numbers for tensor in call.tensors if (known := self.of(tensor)) is not None]
+            if call.function not in REPEATED and not all(torch.equal(each, numbers[0]) for each in numbers[1:]):
+                for tensor in tensors_among((result,)):
+                    self.discard(tensor)
             return
-        mapped = tokens.of(result) if isinstance(result, Tensor) else None
-        before = call.tensors[call.function in ADDED_PRODUCTS] if len(call.tensors) > 1 else None
-        if mapped is None or before is None or before.shape[:-1] != result.shape[:-1]:
+        axis, mapped = _axis_of_features(call, result), tokens.of(result) if isinstance(result, Tensor) else None
+        if axis is None or mapped is None:
             return
-        known, numbered = self.of(before), tokens.of(before)
-        if known is None and numbered is not None:
-            known = self.looked_up_by(numbered)
-        mapped.linear_map.looked_up = known and known._replace(numbers=known.numbers[..., 0].flatten())
+        before = call.tensors[call.function in ADDED_PRODUCTS]
+        if before.ndim == result.ndim and all(
+            before.shape[index] == size for index, size in enumerate(result.shape) if index != axis
+        ):
+            known, numbered = self.of(before), tokens.of(before)
+            if known is None and numbered is not None:
+                known = self.looked_up_by(numbered)
+            if known is not None and _repeats(known.numbers, known.numbers.narrow(axis, 0, 1)):
+                mapped.linear_map.looked_up = known._replace(numbers=known.numbers.select(axis, 0).flatten())
 
     @staticmethod
     def looked_up_by(tokens: NumberedTokens) -> NumberedTokens | None:
@@ -339,7 +352,9 @@ class LookedUpTokens(TokenNumbers):
         linear map. Return None if they are unknown.
         """
         known = tokens.linear_map.looked_up
-        if known is None or bool((tokens.numbers > known.numbers.numel()).any()):  # numbers of several linear maps
+        if known is None or tokens.are_sums:
+            return None
+        if bool((tokens.numbers > known.numbers.numel()).any()):  # numbers of several linear maps
             return None
         numbers = F.pad(known.numbers, (1, 0))[tokens.numbers.long()]
         return NumberedTokens(numbers, known.linear_map, known.depend_on_data or tokens.depend_on_data)
