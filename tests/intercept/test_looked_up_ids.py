@@ -125,13 +125,13 @@ def test_weights_may_have_the_keys_before_the_queries():
     require_tokens(heads, model, IDS)
 
 
+CAUSAL = torch.ones(8, 8).tril().bool()
 VALUES = {
     "where": lambda scores: torch.where(CAUSAL, scores, -1e30),
     "where with a name": lambda scores: scores.where(CAUSAL, other=-1e30),
     "where with a tensor": lambda scores: torch.where(CAUSAL, scores, torch.tensor(-1e30)),
     "assignment": lambda scores: assigned(scores.clone()),
 }
-CAUSAL = torch.ones(8, 8).tril().bool()
 
 
 def assigned(scores):
