@@ -1,9 +1,10 @@
-"""`accelerate`: the attention of any model, computed by the native kernels.
+"""`accelerate`: the attention and the linear maps of any model, computed by the native kernels and by oneDNN.
 
-The modules of an accelerated model are marked while they run: by hooks, and in torch's own layers by their `forward`.
-Torch's `nn.TransformerEncoderLayer` has a faster path for short inputs, which it leaves if a module inside of it has
-hooks. It and `nn.MultiheadAttention` therefore have none. Their `forward`, looked up in an accelerated layer, is one
-that leaves the path only where the native kernels are faster. Other layers, also copies, keep torch's.
+The attention modules of an accelerated model are marked while they run: by hooks, and in torch's own layers by their
+`forward`. Torch's `nn.TransformerEncoderLayer` has a faster path for short inputs, which it leaves if a module inside
+of it has hooks. It and `nn.MultiheadAttention` therefore have none. Their `forward`, looked up in an accelerated layer,
+is one that leaves the path only where the native kernels are faster. The `forward` of an accelerated `nn.Linear` is one
+that chooses the library for each input. Other layers, also copies, keep torch's.
 """
 
 import inspect
@@ -19,12 +20,14 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from headwise.attention.backends.native import library
-from headwise.checks import require_module
+from headwise.checks import flag, require_module
 from headwise.intercept.accelerated_sdpa import CallRecorder, SDPACall, accelerated_modules, why_not
 from headwise.intercept.adapters.all_adapters import sdpa_patches
 from headwise.intercept.compiled_sdpa import compiled_modules, register_operator
@@ -32,6 +35,7 @@ from headwise.intercept.install import require_uncompiled
 from headwise.intercept.layer_index import innermost_attention_modules, is_related
 from headwise.intercept.patches import Patches, Replacement
 from headwise.intercept.uncopied_hooks import UncopiedHooks
+from headwise.nn.linear_engine import LinearChoice, by_onednn, choice_of, computed_by, is_compiled_by_onednn
 
 FAST_PATH = "torch computes the whole layer in one function, which is as fast for short inputs, or has masks"
 """Reason for a layer of torch that ran without SDPA."""
@@ -61,19 +65,22 @@ class ModuleCalls(NamedTuple):
 
 
 class Acceleration:
-    """Result of `accelerate`, which lets headwise's kernels compute the attention of one model. It counts the attention
-    calls of each module, and `print` shows a summary. The acceleration ends with a call of `restore`, or at the end of
-    a `with` statement on this object.
+    """Result of `accelerate`, which makes one model faster. It counts the attention calls of each module and the calls
+    of linear maps, and `print` shows a summary. The acceleration ends with a call of `restore`, or at the end of a
+    `with` statement on this object.
 
     Attributes:
         is_active: True until `restore` is called.
         number: number of the acceleration, unique among all.
         patches: context in which calls of SDPA are intercepted.
+        linear_calls: number of calls of linear maps, by the library that computed them and the reason. Empty if they
+            are left to torch.
     """
 
     patches = sdpa_patches
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, linear: bool = True) -> None:
+        self.linear_calls: Counter[LinearChoice] = Counter()
         self._modules = {path: type(module) for path, module in model.named_modules()}
         self._order = {path: index for index, path in enumerate(self._modules)}
         self._named = innermost_attention_modules(dict(model.named_modules()), self._modules)
@@ -81,7 +88,7 @@ class Acceleration:
         self._counts: Counter[tuple[str, str | None]] = Counter()
         self._lock = threading.Lock()
         self.is_active, self.number = True, next(_NUMBERS)
-        self._remove = finalize(model, _install(model, self).close)
+        self._remove = finalize(model, _install(model, self, linear=linear).close)
 
     def __enter__(self) -> "Acceleration":
         return self
@@ -108,6 +115,11 @@ class Acceleration:
         """
         with self._lock:
             self._counts[path, reason] += 1
+
+    def record_linear(self, choice: LinearChoice) -> None:
+        """Count one call of a linear map, which the library in `choice` computes."""
+        with self._lock:
+            self.linear_calls[choice] += 1
 
     @property
     def modules(self) -> list[ModuleCalls]:
@@ -142,23 +154,31 @@ class Acceleration:
         for reason in reasons:
             unchanged = [(each.path, each.unchanged[reason]) for each in self.modules if reason in each.unchanged]
             lines += _listed(f"unchanged: {reason}", unchanged)
-        return "\n".join(lines if len(lines) > 1 else [*lines, "no attention was intercepted"])
+        if len(lines) == 1:
+            lines.append("no attention was intercepted")
+        for choice, number in sorted(self.linear_calls.items()):
+            lines.append(f"linear maps computed by {ENGINES[choice.engine]}: {choice.because} ({number} calls)")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.summary()
 
 
-def accelerate(model: Any) -> Acceleration:
-    """Let headwise's native CPU kernels compute attention in a model, in place of torch's
-    `scaled_dot_product_attention`. They compute only the calls that they support and are expected to compute faster.
-    Return an `Acceleration`, which counts the calls of each module. The acceleration ends with its method `restore`, or
-    at the end of a `with` statement.
+ENGINES = {"torch": "torch", "onednn": "oneDNN", "native": "the native kernel"}
+"""Names, for a summary, of the libraries that compute linear maps."""
 
-    The model computes the same output and gradients, up to rounding, with its own masks. Other calls are unchanged: the
-    same function of torch receives the same arguments. Those are calls with dropout, with a bias, on a GPU, in half
-    precision, and calls in exported programs. In a model that `torch.compile` compiles afterwards, the compiled code
-    calls the kernels. Parameters, config and state dict of the model are unchanged, and copies of it are not
-    accelerated.
+
+def accelerate(model: Any, *, linear: bool = True) -> Acceleration:
+    """Make a model faster on a CPU. Headwise's native kernels compute attention in place of torch's
+    `scaled_dot_product_attention`, and the native kernels or oneDNN compute the model's `nn.Linear` modules. Each call
+    is computed so only if this is supported and expected to be faster. Return an `Acceleration`, which counts the
+    calls. The acceleration ends with its method `restore`, or at the end of a `with` statement.
+
+    The model computes the same output and gradients, up to rounding, with its own masks and weights. Other calls are
+    unchanged: the same function of torch receives the same arguments. Those are attention calls with dropout, with a
+    bias, on a GPU, in half precision, and calls in exported programs. In a model that `torch.compile` compiles
+    afterwards, the compiled code calls the kernels. Parameters, config and state dict of the model are unchanged, and
+    copies of it are not accelerated. No copies of weights are made.
 
         acceleration = hw.accelerate(model)
         model(**inputs)
@@ -170,6 +190,8 @@ def accelerate(model: Any) -> Acceleration:
 
     Args:
         model: any module: of torch, of `transformers` with the attention implementation "sdpa", or your own.
+        linear: False to accelerate attention alone. Modules of subclasses of `nn.Linear`, such as quantised ones, and
+            those whose weights are parametrised, are never changed.
 
     Returns:
         the `Acceleration`. It may be used in several threads, and together with `watch` and `gate`, in any order.
@@ -179,7 +201,7 @@ def accelerate(model: Any) -> Acceleration:
             Python.
 
     Warns:
-        UserWarning: the native kernels are not available, so that nothing is accelerated.
+        UserWarning: the native kernels are not available, so that attention is not accelerated.
 
     Example:
         >>> print(hw.accelerate(model))
@@ -190,13 +212,14 @@ def accelerate(model: Any) -> Acceleration:
     require_uncompiled(model)
     reason = library.why_not_loaded()
     if reason is not None:
-        warnings.warn(f"nothing is accelerated: {reason}", stacklevel=2)
-    return Acceleration(model)
+        warnings.warn(f"attention is not accelerated: {reason}", stacklevel=2)
+    return Acceleration(model, linear=flag("linear", linear))
 
 
-def _install(model: nn.Module, acceleration: Acceleration) -> ExitStack:
-    """Install the hooks and patches by which `acceleration` intercepts attention in `model`. Return a context that
-    removes them when it is closed. The context does not keep the model in memory.
+def _install(model: nn.Module, acceleration: Acceleration, *, linear: bool) -> ExitStack:
+    """Install the hooks and patches by which `acceleration` intercepts attention in `model`, and its linear maps if
+    `linear` is True. Return a context that removes them when it is closed. The context does not keep the model in
+    memory.
     """
     with ExitStack() as stack:
         stack.enter_context(sdpa_patches)
@@ -208,6 +231,9 @@ def _install(model: nn.Module, acceleration: Acceleration) -> ExitStack:
             else:
                 for handle in AcceleratedHooks(acceleration, path).register(module):
                     stack.callback(handle.remove)
+        for path, module in model.named_modules() if linear else ():
+            if type(module) in PLAIN_LINEAR:
+                stack.callback(accelerate_layer(module, acceleration, path))
         return stack.pop_all()
 
 
@@ -274,11 +300,15 @@ class AcceleratedHooks(UncopiedHooks):
 
 def marked_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the path and module of every module of `model` that is to be marked as running during its calls. These are
-    the model, every module with submodules, every module whose class name contains "attention", and torch's own
-    attention layers. Submodules of a torch layer are left out, except the `self_attn` of an encoder layer.
+    the model, the innermost modules whose class name contains "attention", and torch's own attention layers. If there
+    is none, they are all modules with submodules. Submodules of a torch layer are left out, except the `self_attn` of
+    an encoder layer.
     """
+    modules = dict(model.named_modules())
+    attention = {modules[path] for path in innermost_attention_modules(modules, modules)}
+    are_named = bool(attention) or any(isinstance(each, TORCH_LAYERS) for each in modules.values())
     inside: set[nn.Module] = set()
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         if module in inside:
             continue
         if isinstance(module, TORCH_LAYERS):
@@ -286,7 +316,7 @@ def marked_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
             if isinstance(module, nn.TransformerEncoderLayer):
                 yield f"{path}.self_attn".lstrip("."), module.self_attn
-        elif not path or any(module.children()) or "attention" in type(module).__name__.lower():
+        elif not path or module in attention or (not are_named and any(module.children())):
             yield path, module
 
 
@@ -315,17 +345,18 @@ def accelerate_layer(layer: nn.Module, recorder: CallRecorder, path: str) -> Cal
 
 class _ForwardOfAccelerated:
     """Descriptor that replaces `forward` in one of torch's layer classes. For an accelerated layer it returns the
-    accelerated method, for any other layer of the class torch's own method.
+    accelerated method, for any other layer of the class torch's own method. While `torch.compile` compiles code, it
+    returns the method `compiled`.
     """
 
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self._own, self._accelerated = own, _accelerated_forward(own)
+    def __init__(self, own: Callable[..., Any], accelerated: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        self._own, self._accelerated, self._compiled = own, accelerated, compiled
 
     def __get__(self, layer: nn.Module | None, kind: type) -> Any:
         if layer is None:
             return self._own
         if torch.compiler.is_compiling():
-            return partial(self._own, layer)  # a compiler does not trace the making of a method
+            return partial(self._compiled, layer)  # a compiler does not trace the making of a method
         return MethodType(self._accelerated if layer in _recorders else self._own, layer)
 
 
@@ -387,10 +418,35 @@ def _is_for_kernels(layer: nn.Module, arguments: Mapping[str, Any]) -> bool:
 
 
 def _replacements_for_layers() -> Iterator[Replacement]:
-    """Yield the replacement of the method `forward` for each of torch's attention layer classes."""
+    """Yield the replacement of the method `forward` for each of torch's attention layer classes, and for `nn.Linear`."""
     for layer in TORCH_LAYERS:
-        yield Replacement(layer, "forward", _ForwardOfAccelerated(layer.forward))
+        own = layer.forward
+        yield Replacement(layer, "forward", _ForwardOfAccelerated(own, _accelerated_forward(own), own))
+    yield Replacement(nn.Linear, "forward", _ForwardOfAccelerated(nn.Linear.forward, _linear, _compiled_linear))
 
 
 layer_patches = Patches(_replacements_for_layers)
 """Context in which accelerated layers of torch have a `forward` of their own."""
+
+
+# -- linear maps -------------------------------------------------------------------------------------------------------
+
+PLAIN_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
+"""Classes of the modules whose linear map may be computed by another library. Subclasses may compute something else."""
+
+
+def _linear(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
+    """Accelerated method `forward` of `nn.Linear`."""
+    weight, bias = layer.weight, layer.bias
+    choice = choice_of(input, weight, bias)
+    for recorder, _ in _recorders.get(layer, ()):
+        recorder.record_linear(choice)
+    return computed_by(choice.engine, input, weight, bias)
+
+
+def _compiled_linear(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
+    """Code that `torch.compile` reads as the method `forward` of `nn.Linear`."""
+    is_accelerated = type(layer) in PLAIN_LINEAR and any(compiled_modules.depths.values())
+    if is_accelerated and is_compiled_by_onednn(input, layer.weight):
+        return by_onednn(input, layer.weight, layer.bias)
+    return F.linear(input, layer.weight, layer.bias)

@@ -25,6 +25,7 @@ from headwise.attention.masks.key_ranges import RunLengths, run_lengths
 from headwise.attention.problem import DTYPES, Problem
 from headwise.checks import has_own_class, has_values
 from headwise.intercept.patches import SDPA, Patches, call_replaced, is_causal_bias, is_foreign
+from headwise.nn.linear_engine import LinearChoice
 from headwise.shapes import Float, Int
 
 FOREIGN = "another library replaced scaled_dot_product_attention"
@@ -73,6 +74,9 @@ class CallRecorder(Protocol):
         """Count one attention call of the module at `path`. If `reason` is None, the native kernels computed the call;
         otherwise torch did, for this reason.
         """
+
+    def record_linear(self, choice: LinearChoice) -> None:
+        """Count one call of a linear map, which the library in `choice` computes."""
 
 
 class RunningModule(NamedTuple):

@@ -175,6 +175,9 @@ SMALLEST_WORK = 2**22
 SMALLEST_COPIED_FOR = 128
 """Number of rows of x below which a product is left to torch if the blocks of the weight must be copied."""
 
+LINEAR = torch._C._nn.linear
+"""Torch's own function `F.linear`, also while another library replaces it."""
+
 _pointwise = torch.ops.mkldnn._linear_pointwise.default
 
 
@@ -258,7 +261,7 @@ def _registered() -> torch.library.Library:
     """
     registration = torch.library.Library("headwise", "FRAGMENT")  # type: ignore[no-untyped-call]
     registration.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
-    for function, key in ((_linear, "CPU"), (F.linear, "AutocastCPU")):  # under autocast, torch computes it
+    for function, key in ((_linear, "CPU"), (LINEAR, "AutocastCPU")):  # under autocast, torch computes it
         registration.impl("linear", function, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake("headwise::linear", lambda x, weight, _: x.new_empty(*x.shape[:-1], weight.shape[0]))
     torch.library.register_autograd("headwise::linear", _backward, setup_context=_save)
@@ -272,7 +275,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not gains(x, weight):
         if gains_by_few_rows(x, weight, bias):
             return few_rows(x, weight, bias)
-        return F.linear(x, weight, bias)
+        return LINEAR(x, weight, bias)
     block = _block_of(weight.shape[1])
     parts = zip(torch.split(x, block, dim=-1), torch.split(weight, block, dim=-1), strict=True)
     total = product(*next(parts), bias)
@@ -327,6 +330,9 @@ def _rows(tensor: Float[Tensor, "*tokens width"]) -> Float[Tensor, "rows width"]
 
 NOT_PLAIN = LinearChoice("torch", "only a plain nn.Linear on the CPU is computed by another engine")
 """Choice for other modules and devices."""
+
+OF_THE_MODULE = "hooks, transforms and modes of torch receive the call of the module"
+"""Reason for projections of which other code receives the call."""
 
 SMALLEST_BFLOAT16_WORK = 2**20
 """Number of multiplications below which the bias of a product in bfloat16 is left to torch."""
@@ -403,27 +409,37 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
     kernel.
     """
     if torch.compiler.is_compiling():
-        # The compiler may receive the operator `headwise::linear` in place of the call. It has no forward-mode
-        # derivative, and decides when it runs whether the product is large enough for oneDNN.
-        if (
-            not torch.compiler.is_exporting()
-            and uses_onednn(torch.float32)
-            and type(linear) is nn.Linear
-            and not _has_any_hooks(linear)
-            and torch.autograd.forward_ad._current_level < 0
-            and x.device.type == "cpu"
-            and x.dtype == linear.weight.dtype == torch.float32
-        ):
+        if type(linear) is nn.Linear and not _has_any_hooks(linear) and is_compiled_by_onednn(x, linear.weight):
             return by_onednn(x, linear.weight, linear.bias)
     elif type(linear) is nn.Linear:
         weight, bias = linear.weight, linear.bias  # read once: in a step of decoding, the reads of modules take time
         engine = _choose(linear, x, weight, bias).engine
-        if engine == "native":
-            return few_rows(x, weight, bias)
-        if engine == "onednn":
-            return (by_onednn if x.dtype == torch.float32 else product)(x, weight, bias)
+        if engine != "torch":
+            return computed_by(engine, x, weight, bias)
     result: Tensor = linear(x)
     return result
+
+
+def is_compiled_by_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Return True if torch's compiler receives the operator `headwise::linear` in place of a linear projection. It has
+    no forward-mode derivative, and decides when it runs whether the product is large enough for oneDNN.
+    """
+    return (
+        not torch.compiler.is_exporting()
+        and uses_onednn(torch.float32)
+        and torch.autograd.forward_ad._current_level < 0
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+    )
+
+
+def computed_by(engine: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x weight^T + bias, computed by the library that `choice_of` names: torch, oneDNN or the native kernel."""
+    if engine == "native":
+        return few_rows(x, weight, bias)
+    if engine == "onednn":
+        return (by_onednn if x.dtype == torch.float32 else product)(x, weight, bias)
+    return LINEAR(x, weight, bias)
 
 
 def explain_linear(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> LinearChoice:
@@ -448,6 +464,17 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
     """Return the library that computes the projection `linear(x)` (torch, oneDNN or headwise's native kernel), and the
     reason. `weight` and `bias` are the parameters of `linear`.
     """
+    choice = choice_of(x, weight, bias)
+    is_replaced = nn.Linear.forward is not _LINEAR_FORWARD or nn.Module.__call__ is not _MODULE_CALL
+    if choice.engine != "torch" and (is_replaced or _has_any_hooks(linear)):
+        return LinearChoice("torch", OF_THE_MODULE)
+    return choice
+
+
+def choice_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
+    """Return the library that computes x weight^T + bias in place of `F.linear` (torch, oneDNN or headwise's native
+    kernel), and the reason.
+    """
     if not (type(x) is Tensor and x.is_cpu):
         return NOT_PLAIN
     if torch._C._is_tracing():  # tracing would record the sizes that are read below
@@ -460,7 +487,7 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
         if choice.engine == "torch":
             return choice
         reason = _why_not_onednn(x, weight, bias)
-    reason = reason or _why_not_plain(linear, x, weight, bias)
+    reason = reason or _why_not_plain(x, weight, bias)
     return choice if reason is None else LinearChoice("torch", reason)
 
 
@@ -483,21 +510,18 @@ def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
     return "the product is too small for oneDNN to be faster" if is_small else None
 
 
-def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return the reason that a call `linear(x)` may differ from x weight^T + bias of ordinary tensors, such as a hook
-    or autocast. Return None if the two are the same.
+def _why_not_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Return the reason that a call of `F.linear` may differ from x weight^T + bias of ordinary tensors, such as a
+    transform or autocast. Return None if the two are the same.
     """
     if (
-        _has_any_hooks(linear)
-        or torch._C._len_torch_function_stack()
+        torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
-        or F.linear is not torch._C._nn.linear
-        or nn.Linear.forward is not _LINEAR_FORWARD
-        or nn.Module.__call__ is not _MODULE_CALL
+        or F.linear is not LINEAR
     ):
-        return "hooks, transforms and modes of torch receive the call of the module"
+        return OF_THE_MODULE
     for tensor in (x, weight, bias):
         if tensor is not None and not (
             has_own_class(tensor) and tensor.layout == torch.strided and tensor.is_cpu and tensor.dtype == x.dtype
