@@ -13,6 +13,7 @@ import headwise as hw
 from headwise.intercept import accelerated_sdpa
 from headwise.intercept.compiled_sdpa import compiled_modules
 from headwise.intercept.patches import SDPA
+from headwise.nn import linear_engine
 
 
 class Attention(nn.Module):
@@ -31,10 +32,8 @@ def recorded(model, x, graphs):
     """Return the output of a compiled model, and add the names of the attention functions that it records."""
 
     def backend(module, _):
-        targets = [node.target for node in module.graph.nodes]
-        graphs.append(
-            ["torch" if each is SDPA else str(each) for each in targets if each is SDPA or "headwise" in str(each)]
-        )
+        names = ["torch" if node.target is SDPA else str(node.target) for node in module.graph.nodes]
+        graphs.append([each for each in names if each == "torch" or each.startswith(("headwise.att", "headwise.sdpa"))])
         return module.forward
 
     return torch.compile(model, backend=backend, fullgraph=True)(x)
@@ -69,6 +68,43 @@ def records_native_operators():
             actual = torch.autograd.grad(compiled, list(model.parameters()), of_output)
         torch.testing.assert_close(actual, expected)
         torch._dynamo.reset()
+
+
+def records_linear_maps():
+    """Check that compiled code of an accelerated model has the operator `headwise::linear`, with the outputs and
+    gradients of before, where oneDNN is the faster library; a copy, an exported program and a subclass have torch's.
+    """
+    linear_engine.uses_onednn = lambda dtype: True
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2.0 * super().forward(x)
+
+    def linear_maps(model, x, graphs):
+        def backend(module, _):
+            names = [str(node.target) for node in module.graph.nodes]
+            graphs.append(
+                (sum("headwise.linear" in each for each in names), sum("_nn.linear" in each for each in names))
+            )
+            return module.forward
+
+        return torch.compile(model, backend=backend, fullgraph=True)(x)
+
+    model, x, graphs = nn.Sequential(nn.Linear(256, 256), nn.GELU(), Scaled(256, 256)), torch.randn(200, 256), []
+    expected, of_output = model(x), torch.randn(200, 256)
+    gradients = torch.autograd.grad((expected * of_output).sum(), list(model.parameters()))
+    with hw.accelerate(model):
+        torch.testing.assert_close(linear_maps(model, x, graphs), expected)
+        linear_maps(copy.deepcopy(model), x, graphs)
+        torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
+        compiled = torch.compile(model, backend="aot_eager")(x)
+        actual = torch.autograd.grad((compiled * of_output).sum(), list(model.parameters()))
+    torch.testing.assert_close(actual, gradients, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+    linear_maps(model, x, graphs)
+    with hw.accelerate(model, linear=False):
+        linear_maps(model, x, graphs)
+    assert [ours for ours, _ in graphs] == [1, 0, 0, 0], graphs
 
 
 def runs_as_without():

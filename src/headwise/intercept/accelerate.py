@@ -35,7 +35,15 @@ from headwise.intercept.install import require_uncompiled
 from headwise.intercept.layer_index import innermost_attention_modules, is_related
 from headwise.intercept.patches import Patches, Replacement
 from headwise.intercept.uncopied_hooks import UncopiedHooks
-from headwise.nn.linear_engine import LinearChoice, by_onednn, choice_of, computed_by, is_compiled_by_onednn
+from headwise.nn.linear_engine import (
+    FORWARDS,
+    LINEAR_FORWARD,
+    LinearChoice,
+    by_onednn,
+    choice_of,
+    computed_by,
+    is_compiled_by_onednn,
+)
 
 FAST_PATH = "torch computes the whole layer in one function, which is as fast for short inputs, or has masks"
 """Reason for a layer of torch that ran without SDPA."""
@@ -46,6 +54,9 @@ NOT_SDPA = "it does not call torch.nn.functional.scaled_dot_product_attention"
 
 _NUMBERS = count()
 """Numbers of accelerations."""
+
+_with_linear: set[int] = set()
+"""Numbers of the active accelerations of linear maps."""
 
 
 class ModuleCalls(NamedTuple):
@@ -231,9 +242,12 @@ def _install(model: nn.Module, acceleration: Acceleration, *, linear: bool) -> E
             else:
                 for handle in AcceleratedHooks(acceleration, path).register(module):
                     stack.callback(handle.remove)
-        for path, module in model.named_modules() if linear else ():
-            if type(module) in PLAIN_LINEAR:
-                stack.callback(accelerate_layer(module, acceleration, path))
+        if linear:
+            _with_linear.add(acceleration.number)
+            stack.callback(_with_linear.discard, acceleration.number)
+            for path, module in model.named_modules():
+                if type(module) in PLAIN_LINEAR:
+                    stack.callback(accelerate_layer(module, acceleration, path))
         return stack.pop_all()
 
 
@@ -345,18 +359,17 @@ def accelerate_layer(layer: nn.Module, recorder: CallRecorder, path: str) -> Cal
 
 class _ForwardOfAccelerated:
     """Descriptor that replaces `forward` in one of torch's layer classes. For an accelerated layer it returns the
-    accelerated method, for any other layer of the class torch's own method. While `torch.compile` compiles code, it
-    returns the method `compiled`.
+    accelerated method, for any other layer of the class torch's own method.
     """
 
-    def __init__(self, own: Callable[..., Any], accelerated: Callable[..., Any], compiled: Callable[..., Any]) -> None:
-        self._own, self._accelerated, self._compiled = own, accelerated, compiled
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._own, self._accelerated = own, _accelerated_forward(own)
 
     def __get__(self, layer: nn.Module | None, kind: type) -> Any:
         if layer is None:
             return self._own
         if torch.compiler.is_compiling():
-            return partial(self._compiled, layer)  # a compiler does not trace the making of a method
+            return partial(self._own, layer)  # a compiler does not trace the making of a method
         return MethodType(self._accelerated if layer in _recorders else self._own, layer)
 
 
@@ -418,11 +431,11 @@ def _is_for_kernels(layer: nn.Module, arguments: Mapping[str, Any]) -> bool:
 
 
 def _replacements_for_layers() -> Iterator[Replacement]:
-    """Yield the replacement of the method `forward` for each of torch's attention layer classes, and for `nn.Linear`."""
+    """Yield the replacements of the method `forward` of torch's attention layers and of `nn.Linear`."""
     for layer in TORCH_LAYERS:
-        own = layer.forward
-        yield Replacement(layer, "forward", _ForwardOfAccelerated(own, _accelerated_forward(own), own))
-    yield Replacement(nn.Linear, "forward", _ForwardOfAccelerated(nn.Linear.forward, _linear, _compiled_linear))
+        yield Replacement(layer, "forward", _ForwardOfAccelerated(layer.forward))
+    if nn.Linear.forward is LINEAR_FORWARD:  # not that of another library
+        yield Replacement(nn.Linear, "forward", _forward_of_linear)
 
 
 layer_patches = Patches(_replacements_for_layers)
@@ -435,18 +448,23 @@ PLAIN_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 """Classes of the modules whose linear map may be computed by another library. Subclasses may compute something else."""
 
 
-def _linear(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
-    """Accelerated method `forward` of `nn.Linear`."""
-    weight, bias = layer.weight, layer.bias
-    choice = choice_of(input, weight, bias)
-    for recorder, _ in _recorders.get(layer, ()):
-        recorder.record_linear(choice)
-    return computed_by(choice.engine, input, weight, bias)
+@wraps(LINEAR_FORWARD)  # whose code torch.jit reads
+def _forward_of_linear(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
+    """Replacement of the method `forward` of `nn.Linear`. In modules of accelerated models, the fastest library for the
+    input computes the linear map. Other modules, also those of subclasses, have torch's method.
+    """
+    if torch.compiler.is_compiling():
+        running = (number for number, depth in compiled_modules.depths.items() if depth)
+        is_accelerated = type(self) in PLAIN_LINEAR and any(number in _with_linear for number in running)
+        if is_accelerated and is_compiled_by_onednn(input, self.weight):
+            return by_onednn(input, self.weight, self.bias)
+    elif self in _recorders:
+        weight, bias = self.weight, self.bias
+        choice = choice_of(input, weight, bias)
+        for recorder, _ in _recorders[self]:
+            recorder.record_linear(choice)
+        return computed_by(choice.engine, input, weight, bias)
+    return F.linear(input, self.weight, self.bias)
 
 
-def _compiled_linear(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
-    """Code that `torch.compile` reads as the method `forward` of `nn.Linear`."""
-    is_accelerated = type(layer) in PLAIN_LINEAR and any(compiled_modules.depths.values())
-    if is_accelerated and is_compiled_by_onednn(input, layer.weight):
-        return by_onednn(input, layer.weight, layer.bias)
-    return F.linear(input, layer.weight, layer.bias)
+FORWARDS.add(_forward_of_linear)

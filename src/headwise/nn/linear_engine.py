@@ -337,8 +337,11 @@ OF_THE_MODULE = "hooks, transforms and modes of torch receive the call of the mo
 SMALLEST_BFLOAT16_WORK = 2**20
 """Number of multiplications below which the bias of a product in bfloat16 is left to torch."""
 
-_LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
+LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
 """Functions of torch that compute the call of an `nn.Linear`."""
+
+FORWARDS = {LINEAR_FORWARD}
+"""Methods `forward` of `nn.Linear` that compute nothing but the linear map: torch's, and that of accelerated models."""
 
 
 def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
@@ -371,7 +374,7 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
         or type(x) is not Tensor
         or not x.is_cpu
         or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
-        or nn.Linear.forward is not _LINEAR_FORWARD
+        or nn.Linear.forward not in FORWARDS
         or nn.Module.__call__ is not _MODULE_CALL
         or torch._C._is_tracing()  # a traced program names its operators by their modules
     ):
@@ -439,7 +442,7 @@ def computed_by(engine: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         return few_rows(x, weight, bias)
     if engine == "onednn":
         return (by_onednn if x.dtype == torch.float32 else product)(x, weight, bias)
-    return LINEAR(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def explain_linear(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> LinearChoice:
@@ -465,7 +468,7 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
     reason. `weight` and `bias` are the parameters of `linear`.
     """
     choice = choice_of(x, weight, bias)
-    is_replaced = nn.Linear.forward is not _LINEAR_FORWARD or nn.Module.__call__ is not _MODULE_CALL
+    is_replaced = nn.Linear.forward not in FORWARDS or nn.Module.__call__ is not _MODULE_CALL
     if choice.engine != "torch" and (is_replaced or _has_any_hooks(linear)):
         return LinearChoice("torch", OF_THE_MODULE)
     return choice

@@ -1,0 +1,299 @@
+"""Linear maps of accelerated models: outputs and gradients, what stays torch's, and what is restored."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import headwise as hw
+from headwise.attention.backends.native import library
+from headwise.intercept import accelerate
+from headwise.nn import linear_engine
+from headwise.nn.linear_engine import LinearChoice
+
+WIDTH, OUT = 256, 272  # two blocks of oneDNN
+ENGINES = ["torch", "onednn", "native"]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, monkeypatch):
+    """Let this library compute all linear maps of accelerated models that `choice_of` leaves to no other code."""
+    if request.param == "native" and library.why_not_loaded() is not None:
+        pytest.skip(str(library.why_not_loaded()))
+    if request.param == "onednn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch was built without oneDNN")
+    use(monkeypatch, request.param)
+    return request.param
+
+
+def use(monkeypatch, name: str) -> None:
+    """Let the library `name` count as the fastest one: oneDNN for large products, the native kernel for small ones."""
+    monkeypatch.setattr(
+        linear_engine, "engine_of", lambda _: LinearChoice("onednn" if name == "onednn" else "torch", "a")
+    )
+    rows = range(1, 9) if name == "native" else range(0)
+    monkeypatch.setattr(linear_engine, "native_rule", lambda _: linear_engine.NativeRule(rows, 0, "a test"))
+
+
+def mlp(dtype=torch.float32) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Return a model with two linear maps, one without a bias, an input that is large and one of few rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, OUT), nn.GELU(), nn.Linear(OUT, WIDTH, bias=False)).to(dtype)
+    return model, torch.randn(2, 96, WIDTH, dtype=dtype), torch.randn(1, 5, WIDTH, dtype=dtype)
+
+
+def engines_of(acceleration: hw.Acceleration) -> set[str]:
+    return {choice.engine for choice in acceleration.linear_calls}
+
+
+def errors(found, exact) -> list[float]:
+    return [float((one.double() - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)]
+
+
+def outcome(model, x) -> list[torch.Tensor]:
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    out = model(x)
+    out.square().sum().backward()
+    return [out.detach(), *(each.grad for each in (x, *model.parameters()))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_and_gradients_are_the_models_own(engine, dtype):
+    model, *inputs = mlp(dtype)
+    for x in inputs:
+        exact = outcome(copy.deepcopy(model).double(), x.double())
+        plain = outcome(model, x)
+        with torch.no_grad():
+            plain_output = model(x)
+        with hw.accelerate(model) as acceleration:
+            ours = outcome(model, x)
+            with torch.no_grad():
+                output = model(x)
+        allowed = [
+            2 * max(error, torch.finfo(dtype).eps / 2) for error in errors([*plain, plain_output], [*exact, exact[0]])
+        ]
+        assert all(e <= most for e, most in zip(errors([*ours, output], [*exact, exact[0]]), allowed, strict=True))
+        assert sum(acceleration.linear_calls.values()) == 4
+        is_used = engine == "torch" or (engine == "native" and x.shape[1] < 9)
+        is_used |= engine == "onednn" and x.shape[1] > 9 and dtype == torch.float32
+        assert engine in engines_of(acceleration) or not is_used, str(acceleration)
+
+
+def test_new_weights_are_used_at_once(engine):
+    model, x, few = mlp()
+    other = {name: 2.0 * each for name, each in model.state_dict().items()}
+    with torch.no_grad(), hw.accelerate(model):
+        for change in (
+            lambda: [parameter.mul_(0.5) for parameter in model.parameters()],
+            lambda: [parameter.data.add_(0.1) for parameter in model.parameters()],
+            lambda: model.load_state_dict(other),
+            lambda: model.double().float(),
+            lambda: setattr(model[0], "weight", nn.Parameter(torch.randn(OUT, WIDTH))),
+        ):
+            model(x), model(few)
+            change()
+            for each in (x, few):
+                expected = F.linear(F.gelu(F.linear(each, model[0].weight, model[0].bias)), model[2].weight)
+                torch.testing.assert_close(model(each), expected, rtol=1e-4, atol=1e-4)
+
+
+class Scaled(nn.Linear):
+    """Subclass with another result."""
+
+    def forward(self, x):
+        return 2.0 * super().forward(x)
+
+
+@pytest.mark.usefixtures("engine")
+def test_other_modules_and_functions_are_torchs():
+    model = nn.Sequential(
+        Scaled(WIDTH, WIDTH), parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Bilinear(WIDTH, WIDTH, 3)
+    )
+    x = torch.randn(200, WIDTH)
+
+    def run(x):
+        return model[2](model[1](model[0](x)), x)
+
+    other, before = nn.Linear(WIDTH, WIDTH), run(x)
+    expected = other(x)
+    with hw.accelerate(model) as acceleration:
+        assert torch.equal(run(x), before)
+        assert torch.equal(other(x), expected)
+    assert not acceleration.linear_calls
+
+
+@pytest.mark.usefixtures("engine")
+def test_attention_alone_is_accelerated_on_request():
+    model, x, _ = mlp()
+    expected = model(x)
+    with hw.accelerate(model, linear=False) as acceleration:
+        assert torch.equal(model(x), expected)
+    assert not acceleration.linear_calls
+    with pytest.raises(hw.InputError, match="linear: expected True or False, got 1"):
+        hw.accelerate(model, linear=1)
+
+
+def run_in_a_context(model, x):
+    with hw.accelerate(model):
+        model(x)
+
+
+def run_nested(model, x):
+    with hw.accelerate(model) as outer, hw.accelerate(model[0]) as inner:
+        model(x)
+    assert (sum(outer.linear_calls.values()), sum(inner.linear_calls.values())) == (2, 1)
+
+
+def run_with_an_error(model, x):
+    with pytest.raises(RuntimeError), hw.accelerate(model):
+        model(x[..., 1:])
+
+
+def run_closed_in_another_order(model, x):
+    first, second = hw.accelerate(model), hw.accelerate(model)
+    first.restore()
+    model(x)
+    second.restore()
+    assert sum(second.linear_calls.values()) == 2
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("run", [run_in_a_context, run_nested, run_with_an_error, run_closed_in_another_order])
+def test_nothing_is_left(run):
+    model, x, _ = mlp()
+    own, before = vars(nn.Linear)["forward"], [dict(vars(each)) for each in model.modules()]
+    expected = model(x)
+    run(model, x)
+    assert vars(nn.Linear)["forward"] is own
+    assert [dict(vars(each)) for each in model.modules()] == before
+    assert not accelerate._recorders
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.usefixtures("engine")
+def test_copies_are_not_accelerated():
+    model, x, _ = mlp()
+    expected = model(x)
+    with hw.accelerate(model) as acceleration:
+        for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(each(x), expected)
+        assert not acceleration.linear_calls
+        assert model.state_dict().keys() == copy.deepcopy(model).state_dict().keys()
+
+
+@pytest.mark.usefixtures("engine")
+def test_hooks_run_as_before():
+    model, x, _ = mlp()
+    seen = []
+    model[0].register_forward_pre_hook(lambda module, args: (2.0 * args[0],))
+    model[0].register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    model[2].register_full_backward_hook(lambda module, grads, of_output: seen.append(of_output[0]))
+    plain = outcome(model, x)
+    before, seen[:] = seen[:], []
+    with hw.accelerate(model):
+        ours = outcome(model, x)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(seen, before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_repeats_the_same(use_reentrant):
+    model, x, _ = mlp()
+    plain = outcome(model, x)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+    outer = Checkpointed()
+    with hw.accelerate(outer):
+        ours = outcome(outer, x)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_transforms_and_modes_see_the_call_of_torch():
+    model, x, _ = mlp()
+    expected = model(x)
+    tangent = torch.randn_like(x)
+    _, of_tangent = torch.func.jvp(model, (x,), (tangent,))
+    with hw.accelerate(model):
+        torch.testing.assert_close(torch.func.vmap(model)(x), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.func.jvp(model, (x,), (tangent,))[1], of_tangent)
+        torch.testing.assert_close(torch.jit.trace(model, x)(x), expected)
+        torch.testing.assert_close(torch.jit.script(copy.deepcopy(model))(x), expected)
+        torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), expected, rtol=1e-4, atol=1e-4)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = model(x)
+        assert half.dtype == torch.bfloat16
+        with torch.device("meta"):
+            assert model.to("meta")(x.to("meta")).is_meta
+
+
+@pytest.mark.usefixtures("engine")
+def test_watched_and_accelerated_at_once():
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(hw.MultiHeadAttention(WIDTH, num_heads=4), nn.Linear(WIDTH, WIDTH)).eval(),
+        torch.randn(2, 96, WIDTH),
+    )
+    with torch.no_grad():
+        with hw.watch(model) as heads:
+            expected = model(x)
+        for order in ((hw.accelerate, hw.watch), (hw.watch, hw.accelerate)):
+            with order[0](model) as first, order[1](model) as second:
+                out = model(x)
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+            found = first if order[0] is hw.watch else second
+            for row, other in zip(found.rows(), heads.rows(), strict=True):
+                assert row["entropy"] == pytest.approx(other["entropy"], rel=1e-4)
+
+
+def test_the_summary_states_libraries_and_reasons(monkeypatch):
+    use(monkeypatch, "onednn")
+    model, x, few = mlp()
+    with torch.no_grad(), hw.accelerate(model) as acceleration:
+        model(x), model(few)
+    text = str(acceleration)
+    assert "linear maps computed by torch: the product is too small for oneDNN to be faster (2 calls)" in text
+    if torch.backends.mkldnn.is_available():
+        assert "linear maps computed by oneDNN: a (2 calls)" in text
+
+
+def test_compiled_code_has_the_operator(tracing_server):
+    tracing_server.run("import traced_acceleration; traced_acceleration.records_linear_maps()")
+
+
+def test_a_function_of_another_library_is_called(monkeypatch):
+    use(monkeypatch, "onednn")
+    model, x, _ = mlp()
+    calls = []
+
+    def counted(own):
+        @functools.wraps(own)
+        def call(*args):
+            calls.append(own)
+            return own(*args)
+
+        return call
+
+    for owner, name in ((F, "linear"), (nn.Linear, "forward")):
+        calls.clear()
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+            with hw.accelerate(model):
+                model(x)
+        assert len(calls) == 2
