@@ -189,7 +189,7 @@ def accelerate(model: Any, *, linear: bool = True) -> Acceleration:
     unchanged: the same function of torch receives the same arguments. Those are attention calls with dropout, with a
     bias, on a GPU, in half precision, and calls in exported programs. In a model that `torch.compile` compiles
     afterwards, the compiled code calls the kernels. Parameters, config and state dict of the model are unchanged, and
-    copies of it are not accelerated. No copies of weights are made.
+    copies of it are not accelerated. No copies of weights are kept.
 
         acceleration = hw.accelerate(model)
         model(**inputs)
