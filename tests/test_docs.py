@@ -50,7 +50,7 @@ def write_json_lines(path: Path, texts: Iterable[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
-@pytest.mark.filterwarnings("ignore:nothing is accelerated")  # without a compiler
+@pytest.mark.filterwarnings("ignore:attention is not accelerated")  # without a compiler
 def test_the_code_of_the_readme_runs_and_prints_the_shown_output(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = ("A cup of tea.", "And one of coffee.", "One cup of tea, and then another one. " * 200)
@@ -245,7 +245,7 @@ NOT_RUN = ("head-tests", "patching")
 """Pages whose examples need what the real SmolLM2 has learned, for many minutes. Their names are checked alone."""
 
 
-@pytest.mark.filterwarnings("ignore:nothing is accelerated")
+@pytest.mark.filterwarnings("ignore:attention is not accelerated")
 @pytest.mark.parametrize(
     ("page", "reader"), [(page, 8 if page == "gates" else 2) for page in PAGES], ids=PAGES, indirect=["reader"]
 )

@@ -100,7 +100,7 @@ def test_without_the_library_the_backend_states_it(monkeypatch, tmp_path):
     monkeypatch.setattr(installed, "LIBRARY", tmp_path / "missing.so")
     assert hw.why_not("native", *tensors(1, 2, 5, 8)).startswith("the native kernels were not compiled; ")
     with pytest.warns(
-        UserWarning, match="nothing is accelerated: the native kernels were not compiled; .*run: headwise"
+        UserWarning, match="attention is not accelerated: the native kernels were not compiled; .*run: headwise"
     ):
         hw.accelerate(torch.nn.Linear(2, 3))
 
