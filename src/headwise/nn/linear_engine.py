@@ -129,7 +129,7 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
         rows, smallest_weight = range(2, 9), 2**16
         because = "from 2 to 8 tokens, MKL without AVX-512 is slower than the native kernel"
     else:
-        rows, because = range(1, 129), "up to 128 tokens, the native kernel uses AVX-512, and MKL does not"
+        rows, because = range(1, 9), "up to 8 tokens, the native kernel uses AVX-512, and MKL does not"
     return NativeRule(rows, smallest_weight, because)
 
 
