@@ -93,7 +93,7 @@ def records_linear_maps():
     model, x, graphs = nn.Sequential(nn.Linear(256, 256), nn.GELU(), Scaled(256, 256)), torch.randn(200, 256), []
     expected, of_output = model(x), torch.randn(200, 256)
     gradients = torch.autograd.grad((expected * of_output).sum(), list(model.parameters()))
-    with hw.accelerate(model):
+    with hw.accelerate(model, linear=True):
         torch.testing.assert_close(linear_maps(model, x, graphs), expected)
         linear_maps(copy.deepcopy(model), x, graphs)
         torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
@@ -102,7 +102,7 @@ def records_linear_maps():
     torch.testing.assert_close(actual, gradients, rtol=1e-4, atol=1e-4)
     torch._dynamo.reset()
     linear_maps(model, x, graphs)
-    with hw.accelerate(model, linear=False):
+    with hw.accelerate(model):
         linear_maps(model, x, graphs)
     assert [ours for ours, _ in graphs] == [1, 0, 0, 0], graphs
 

@@ -72,7 +72,7 @@ def test_outputs_and_gradients_are_the_models_own(engine, dtype):
         plain = outcome(model, x)
         with torch.no_grad():
             plain_output = model(x)
-        with hw.accelerate(model) as acceleration:
+        with hw.accelerate(model, linear=True) as acceleration:
             ours = outcome(model, x)
             with torch.no_grad():
                 output = model(x)
@@ -89,7 +89,7 @@ def test_outputs_and_gradients_are_the_models_own(engine, dtype):
 def test_new_weights_are_used_at_once(engine):
     model, x, few = mlp()
     other = {name: 2.0 * each for name, each in model.state_dict().items()}
-    with torch.no_grad(), hw.accelerate(model):
+    with torch.no_grad(), hw.accelerate(model, linear=True):
         for change in (
             lambda: [parameter.mul_(0.5) for parameter in model.parameters()],
             lambda: [parameter.data.add_(0.1) for parameter in model.parameters()],
@@ -123,7 +123,7 @@ def test_other_modules_and_functions_are_torchs():
 
     other, before = nn.Linear(WIDTH, WIDTH), run(x)
     expected = other(x)
-    with hw.accelerate(model) as acceleration:
+    with hw.accelerate(model, linear=True) as acceleration:
         assert torch.equal(run(x), before)
         assert torch.equal(other(x), expected)
     assert not acceleration.linear_calls
@@ -133,7 +133,7 @@ def test_other_modules_and_functions_are_torchs():
 def test_attention_alone_is_accelerated_on_request():
     model, x, _ = mlp()
     expected = model(x)
-    with hw.accelerate(model, linear=False) as acceleration:
+    with hw.accelerate(model) as acceleration:
         assert torch.equal(model(x), expected)
     assert not acceleration.linear_calls
     with pytest.raises(hw.InputError, match="linear: expected True or False, got 1"):
@@ -141,23 +141,23 @@ def test_attention_alone_is_accelerated_on_request():
 
 
 def run_in_a_context(model, x):
-    with hw.accelerate(model):
+    with hw.accelerate(model, linear=True):
         model(x)
 
 
 def run_nested(model, x):
-    with hw.accelerate(model) as outer, hw.accelerate(model[0]) as inner:
+    with hw.accelerate(model, linear=True) as outer, hw.accelerate(model[0], linear=True) as inner:
         model(x)
     assert (sum(outer.linear_calls.values()), sum(inner.linear_calls.values())) == (2, 1)
 
 
 def run_with_an_error(model, x):
-    with pytest.raises(RuntimeError), hw.accelerate(model):
+    with pytest.raises(RuntimeError), hw.accelerate(model, linear=True):
         model(x[..., 1:])
 
 
 def run_closed_in_another_order(model, x):
-    first, second = hw.accelerate(model), hw.accelerate(model)
+    first, second = hw.accelerate(model, linear=True), hw.accelerate(model, linear=True)
     first.restore()
     model(x)
     second.restore()
@@ -181,7 +181,7 @@ def test_nothing_is_left(run):
 def test_copies_are_not_accelerated():
     model, x, _ = mlp()
     expected = model(x)
-    with hw.accelerate(model) as acceleration:
+    with hw.accelerate(model, linear=True) as acceleration:
         for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(each(x), expected)
         assert not acceleration.linear_calls
@@ -197,7 +197,7 @@ def test_hooks_run_as_before():
     model[2].register_full_backward_hook(lambda module, grads, of_output: seen.append(of_output[0]))
     plain = outcome(model, x)
     before, seen[:] = seen[:], []
-    with hw.accelerate(model):
+    with hw.accelerate(model, linear=True):
         ours = outcome(model, x)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(seen, before, rtol=1e-4, atol=1e-4)
@@ -218,7 +218,7 @@ def test_checkpointing_repeats_the_same(use_reentrant):
             return checkpoint(self.inner, x, use_reentrant=use_reentrant)
 
     outer = Checkpointed()
-    with hw.accelerate(outer):
+    with hw.accelerate(outer, linear=True):
         ours = outcome(outer, x)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
@@ -230,7 +230,7 @@ def test_transforms_and_modes_see_the_call_of_torch():
     expected = model(x)
     tangent = torch.randn_like(x)
     _, of_tangent = torch.func.jvp(model, (x,), (tangent,))
-    with hw.accelerate(model):
+    with hw.accelerate(model, linear=True):
         torch.testing.assert_close(torch.func.vmap(model)(x), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(torch.func.jvp(model, (x,), (tangent,))[1], of_tangent)
         torch.testing.assert_close(torch.jit.trace(model, x)(x), expected)
@@ -253,7 +253,8 @@ def test_watched_and_accelerated_at_once():
     with torch.no_grad():
         with hw.watch(model) as heads:
             expected = model(x)
-        for order in ((hw.accelerate, hw.watch), (hw.watch, hw.accelerate)):
+        accelerate_all = functools.partial(hw.accelerate, linear=True)
+        for order in ((accelerate_all, hw.watch), (hw.watch, accelerate_all)):
             with order[0](model) as first, order[1](model) as second:
                 out = model(x)
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -265,7 +266,7 @@ def test_watched_and_accelerated_at_once():
 def test_the_summary_states_libraries_and_reasons(monkeypatch):
     use(monkeypatch, "onednn")
     model, x, few = mlp()
-    with torch.no_grad(), hw.accelerate(model) as acceleration:
+    with torch.no_grad(), hw.accelerate(model, linear=True) as acceleration:
         model(x), model(few)
     text = str(acceleration)
     assert "linear maps computed by torch: the product is too small for oneDNN to be faster (2 calls)" in text
@@ -294,6 +295,6 @@ def test_a_function_of_another_library_is_called(monkeypatch):
         calls.clear()
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(owner, name, counted(getattr(owner, name)))
-            with hw.accelerate(model):
+            with hw.accelerate(model, linear=True):
                 model(x)
         assert len(calls) == 2
