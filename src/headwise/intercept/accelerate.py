@@ -203,15 +203,15 @@ def accelerate(model: Any, *, linear: bool = False) -> Acceleration:
     Args:
         model: any module: of torch, of `transformers` with the attention implementation "sdpa", or your own.
         linear: True to accelerate linear maps, too. With fewer than about 100 tokens, choosing the library takes longer
-            than it saves. Modules of subclasses of `nn.Linear`, such as quantised ones, and
-            those whose weights are parametrised, are never changed.
+            than it saves. Modules of subclasses of `nn.Linear`, such as quantised ones, are never changed, nor are
+            those whose weights are parametrised.
 
     Returns:
         the `Acceleration`. It may be used in several threads, and together with `watch` and `gate`, in any order.
 
     Raises:
         InputError: the model is not a torch module, or it is compiled or scripted, so its calls do not pass through
-            Python.
+            Python; or `linear` is not True or False.
 
     Warns:
         UserWarning: the native kernels are not available, so that attention is not accelerated.
