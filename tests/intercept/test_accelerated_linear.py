@@ -243,24 +243,49 @@ def test_transforms_and_modes_see_the_call_of_torch():
             assert model.to("meta")(x.to("meta")).is_meta
 
 
-@pytest.mark.usefixtures("engine")
-def test_watched_and_accelerated_at_once():
+@pytest.mark.parametrize("length", [2, 96])
+@torch.no_grad()
+def test_the_same_library_computes_in_watched_models(engine, length, monkeypatch):
     torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(hw.MultiHeadAttention(WIDTH, num_heads=4), nn.Linear(WIDTH, WIDTH)).eval(),
-        torch.randn(2, 96, WIDTH),
-    )
-    with torch.no_grad():
-        with hw.watch(model) as heads:
-            expected = model(x)
-        accelerate_all = functools.partial(hw.accelerate, linear=True)
-        for order in ((accelerate_all, hw.watch), (hw.watch, accelerate_all)):
-            with order[0](model) as first, order[1](model) as second:
-                out = model(x)
-            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-            found = first if order[0] is hw.watch else second
-            for row, other in zip(found.rows(), heads.rows(), strict=True):
-                assert row["entropy"] == pytest.approx(other["entropy"], rel=1e-4)
+    layer, x = hw.MultiHeadAttention(WIDTH, num_heads=4), torch.randn(2, length, WIDTH)
+    model, computed_by, used = nn.Sequential(layer, nn.Linear(WIDTH, WIDTH)).eval(), linear_engine.computed_by, []
+
+    def recorded(name, *args):
+        if name != "torch" and not torch._C._len_torch_function_stack():
+            used.append(name)
+        return computed_by(name, *args)
+
+    for each in (linear_engine, accelerate):
+        monkeypatch.setattr(each, "computed_by", recorded)
+    expected, is_used = model(x), engine == {2: "native", 96: "onednn"}[length]
+    assert used == 4 * is_used * [engine]
+    with hw.watch(model) as heads:
+        for _ in range(3):  # traced, confirmed, and by a plan
+            used.clear()
+            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+            assert used == 4 * is_used * [engine]
+    accelerate_all = functools.partial(hw.accelerate, linear=True)
+    for order in ((accelerate_all, hw.watch), (hw.watch, accelerate_all)):
+        with order[0](model) as first, order[1](model) as second:
+            for _ in range(3):
+                used.clear()
+                torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+                assert used == 5 * is_used * [engine]
+        found, acceleration = (first, second) if order[0] is hw.watch else (second, first)
+        assert (engine in engines_of(acceleration)) == (is_used or engine == "torch")
+        for row, other in zip(found.rows(), heads.rows(), strict=True):
+            assert row["entropy"] == pytest.approx(other["entropy"], rel=1e-4)
+
+
+@pytest.mark.usefixtures("engine")
+@torch.no_grad()
+def test_a_watched_layer_with_hooks_of_others_calls_torch_as_before():
+    layer, x, seen = hw.MultiHeadAttention(WIDTH, num_heads=4), torch.randn(2, 96, WIDTH), []
+    layer.q_proj.register_forward_hook(lambda module, args, output: seen.append(F.linear(output, module.weight)))
+    layer(x)
+    with hw.watch(layer):
+        layer(x)
+    assert torch.equal(*seen)
 
 
 def test_the_summary_states_libraries_and_reasons(monkeypatch):

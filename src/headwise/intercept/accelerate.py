@@ -179,12 +179,11 @@ ENGINES = {"torch": "torch", "onednn": "oneDNN", "native": "the native kernel"}
 """Names, for a summary, of the libraries that compute linear maps."""
 
 
-def accelerate(model: Any, *, linear: bool = False) -> Acceleration:
+def accelerate(model: Any, *, linear: bool = True) -> Acceleration:
     """Make a model faster on a CPU. Headwise's native kernels compute attention in place of torch's
-    `scaled_dot_product_attention`. With `linear=True`, the native kernels or oneDNN also compute the model's
-    `nn.Linear` modules. Each call is computed so only if this is supported and expected to be faster. Return an
-    `Acceleration`, which counts the calls. The acceleration ends with its method `restore`, or at the end of a `with`
-    statement.
+    `scaled_dot_product_attention`, and the native kernels or oneDNN compute the model's `nn.Linear` modules. Each call
+    is computed so only if this is supported and expected to be faster. Return an `Acceleration`, which counts the
+    calls. The acceleration ends with its method `restore`, or at the end of a `with` statement.
 
     The model computes the same output and gradients, up to rounding, with its own masks and weights. Other calls are
     unchanged: the same function of torch receives the same arguments. Those are attention calls with dropout, with a
@@ -202,9 +201,8 @@ def accelerate(model: Any, *, linear: bool = False) -> Acceleration:
 
     Args:
         model: any module: of torch, of `transformers` with the attention implementation "sdpa", or your own.
-        linear: True to accelerate linear maps, too. With fewer than about 100 tokens, choosing the library takes longer
-            than it saves. Modules of subclasses of `nn.Linear`, such as quantised ones, are never changed, nor are
-            those whose weights are parametrised.
+        linear: False to leave linear maps to torch. Modules of subclasses of `nn.Linear`, such as quantised ones, are
+            never changed, nor are those whose weights are parametrised.
 
     Returns:
         the `Acceleration`. It may be used in several threads, and together with `watch` and `gate`, in any order.
@@ -460,10 +458,12 @@ def _forward_of_linear(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
         is_accelerated = type(self) in PLAIN_LINEAR and any(number in _with_linear for number in running)
         if is_accelerated and is_compiled_by_onednn(input, self.weight):
             return by_onednn(input, self.weight, self.bias)
-    elif self in _recorders:
-        weight, bias = self.weight, self.bias
+    elif recorders := _recorders.get(self):
+        parameters: dict[str, Any] = self._parameters  # reading from here takes less time than reading an attribute
+        are_registered = "weight" in parameters and "bias" in parameters
+        weight, bias = (parameters["weight"], parameters["bias"]) if are_registered else (self.weight, self.bias)
         choice = choice_of(input, weight, bias)
-        for recorder, _ in _recorders[self]:
+        for recorder, _ in recorders:
             recorder.record_linear(choice)
         return computed_by(choice.engine, input, weight, bias)
     return F.linear(input, self.weight, self.bias)

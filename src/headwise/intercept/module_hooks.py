@@ -21,6 +21,7 @@ from headwise.intercept.trace.functions import tensors_among
 from headwise.intercept.trace.lineage import SiteParts
 from headwise.intercept.trace.unread import report_new
 from headwise.intercept.uncopied_hooks import UncopiedHooks
+from headwise.nn.linear_engine import FOLLOWING
 
 
 class ModuleHooks(UncopiedHooks):
@@ -104,6 +105,8 @@ class ModuleHooks(UncopiedHooks):
             return _pop(output)
         return None
 
+
+FOLLOWING.add(ModuleHooks)
 
 _NAMES: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 """Names of the arguments of the methods `forward` of classes, each read once, as reading a signature is slow."""

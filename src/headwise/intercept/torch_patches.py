@@ -26,6 +26,7 @@ from headwise.intercept.trace.state import CURRENT
 from headwise.intercept.trace.unread import report_averages, report_new_tensors
 from headwise.intercept.trace.weights import before_overwriting
 from headwise.intercept.unreadable_tensors import has_no_numbers
+from headwise.nn.linear_engine import FOLLOWING, LINEAR, fastest_linear
 
 
 class TorchCalls(TorchFunctionMode):
@@ -52,10 +53,13 @@ class TorchCalls(TorchFunctionMode):
             or not session.module_calls
         ):
             # The mode is another one where a backward pass repeats modules in a module.
-            return torchs_own(func)(*args, **kwargs)
+            return _run(func, torchs_own(func), args, kwargs)
         if session.following is not None:
             return _planned(session, session.following, func, args, kwargs)
         return _recorded_call(session, func, args, kwargs)
+
+
+FOLLOWING.add(TorchCalls)
 
 
 def _recorded_call(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,8 +90,10 @@ def _planned(session: Session, following: Following, func: Any, args: tuple[Any,
             report_unreadable(session.module_calls, OTHER_WAY)
     if own is SDPA or func in OPERATORS:
         result = _attention(own if own is SDPA else func, args, kwargs)
+    elif own is func and own is not LINEAR:
+        result = own(*args, **kwargs)
     else:
-        result = own(*args, **kwargs) if own is func else _run(func, own, args, kwargs)
+        result = _run(func, own, args, kwargs)
     if is_next:
         following.on_result(func, args, kwargs, result, session.module_calls)
     return result
@@ -116,7 +122,11 @@ def trace_from_log(following: Following) -> None:
 
 
 def _run(func: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` if it is an operator under `torch.ops`, and otherwise `own`, torch's original function for `func`."""
+    """Call `func` if it is an operator under `torch.ops`, and otherwise `own`, torch's original function for `func`.
+    The library that is chosen for the module computes `F.linear`.
+    """
+    if func is LINEAR:
+        return fastest_linear(*args, **kwargs)
     return (func if isinstance(func, OTHER_OPERATORS) else own)(*args, **kwargs)
 
 

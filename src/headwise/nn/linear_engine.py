@@ -9,10 +9,14 @@ kernel of few rows.
 The choice depends on the instructions and the vendor of the processor, and on nothing that is timed. The other
 engines replace only the call of a plain `nn.Linear` on plain tensors. An `nn.Linear` with hooks, another module in its
 place, tensors of other types, and whatever torch traces, transforms or observes, are computed by
-calling the module. `explain_linear` states the choice.
+calling the module. `hw.watch` and other contexts of headwise follow the functions of a model by a mode of torch: this
+mode receives a call of `F.linear`, and computes it by the same engine (`fastest_linear`). `explain_linear` states the
+choice.
 """
 
 import os
+from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -129,7 +133,7 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
         rows, smallest_weight = range(2, 9), 2**16
         because = "from 2 to 8 tokens, MKL without AVX-512 is slower than the native kernel"
     else:
-        rows, because = range(1, 9), "up to 8 tokens, the native kernel uses AVX-512, and MKL does not"
+        rows, because = range(1, 129), "up to 128 tokens, the native kernel uses AVX-512, and MKL does not"
     return NativeRule(rows, smallest_weight, because)
 
 
@@ -343,6 +347,14 @@ LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
 FORWARDS = {LINEAR_FORWARD}
 """Methods `forward` of `nn.Linear` that compute nothing but the linear map: torch's, and that of accelerated models."""
 
+FOLLOWING: set[type] = set()
+"""Classes by which headwise follows the functions of a model: of torch function modes that call `fastest_linear` in
+place of `F.linear`, and of the owners of hooks. A layer computes the same whether it is followed or not.
+"""
+
+_is_chosen: ContextVar[bool] = ContextVar("the library for a linear map is chosen", default=False)
+"""True while a mode of `FOLLOWING` is to compute `F.linear` by the fastest library."""
+
 
 def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
     """Return `linear(x)`. If `linear` is an ordinary `nn.Linear` on the CPU, the fastest of torch, oneDNN and
@@ -412,13 +424,16 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
     kernel.
     """
     if torch.compiler.is_compiling():
-        if type(linear) is nn.Linear and not _has_any_hooks(linear) and is_compiled_by_onednn(x, linear.weight):
+        has_any_hooks = has_hooks(linear) or _has_further_hooks(linear)
+        if type(linear) is nn.Linear and not has_any_hooks and is_compiled_by_onednn(x, linear.weight):
             return by_onednn(x, linear.weight, linear.bias)
     elif type(linear) is nn.Linear:
         weight, bias = linear.weight, linear.bias  # read once: in a step of decoding, the reads of modules take time
         engine = _choose(linear, x, weight, bias).engine
         if engine != "torch":
             return computed_by(engine, x, weight, bias)
+        if _is_followed() and not _is_received_by_others(linear):
+            return _within_mode(linear, x)
     result: Tensor = linear(x)
     return result
 
@@ -438,11 +453,38 @@ def is_compiled_by_onednn(x: Tensor, weight: Tensor) -> bool:
 
 def computed_by(engine: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x weight^T + bias, computed by the library that `choice_of` names: torch, oneDNN or the native kernel."""
+    if engine != "torch" and torch._C._len_torch_function_stack():
+        return _within_mode(F.linear, x, weight, bias)
     if engine == "native":
         return few_rows(x, weight, bias)
     if engine == "onednn":
         return (by_onednn if x.dtype == torch.float32 else product)(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def _within_mode(function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
+    """Call a linear map, and return its result. A torch function mode that follows the model receives `F.linear`, and
+    the fastest library for its arguments computes it.
+    """
+    token = _is_chosen.set(True)
+    try:
+        return function(*args)
+    finally:
+        _is_chosen.reset(token)
+
+
+def fastest_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    """Compute a call of `F.linear` that a torch function mode of `FOLLOWING` has received, and return its result:
+    by the library that is chosen for the module, or by torch in modules for which no library is chosen.
+    """
+    if not _is_chosen.get():
+        return LINEAR(input, weight, bias)
+    return computed_by(choice_of(input, weight, bias).engine, input, weight, bias)
+
+
+def _is_followed() -> bool:
+    """Return True if the only active mode of torch is one that calls `fastest_linear`."""
+    return torch._C._len_torch_function_stack() == 1 and type(torch._C._get_function_stack_at(0)) in FOLLOWING
 
 
 def explain_linear(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> LinearChoice:
@@ -468,8 +510,7 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
     reason. `weight` and `bias` are the parameters of `linear`.
     """
     choice = choice_of(x, weight, bias)
-    is_replaced = nn.Linear.forward not in FORWARDS or nn.Module.__call__ is not _MODULE_CALL
-    if choice.engine != "torch" and (is_replaced or _has_any_hooks(linear)):
+    if choice.engine != "torch" and (has_hooks(linear) or _is_received_by_others(linear)):
         return LinearChoice("torch", OF_THE_MODULE)
     return choice
 
@@ -518,7 +559,7 @@ def _why_not_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
     transform or autocast. Return None if the two are the same.
     """
     if (
-        torch._C._len_torch_function_stack()
+        (torch._C._len_torch_function_stack() and not _is_followed())
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
@@ -542,12 +583,22 @@ def has_hooks(module: nn.Module) -> bool:
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
-def _has_any_hooks(linear: nn.Module) -> bool:
-    """Return True if a hook receives the calls of the module or their gradients: a hook of the module itself, or
-    torch's global hooks for all modules.
+def _has_further_hooks(linear: nn.Module) -> bool:
+    """Return True if a hook receives the gradients of the module, or if torch has hooks for all modules."""
+    return bool(linear._backward_hooks or linear._backward_pre_hooks or torch_module._has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def _is_received_by_others(linear: nn.Linear) -> bool:
+    """Return True if code that is neither torch's nor headwise's receives the calls of the module or their gradients:
+    by a replaced method, by a hook of the module, or by torch's hooks for all modules.
     """
-    return bool(
-        has_hooks(linear) or linear._backward_hooks or linear._backward_pre_hooks or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    hooks = (*linear._forward_pre_hooks.values(), *linear._forward_hooks.values())
+    return (
+        nn.Linear.forward not in FORWARDS
+        or nn.Module.__call__ is not _MODULE_CALL
+        or "forward" in vars(linear)
+        or any(type(getattr(hook, "__self__", None)) not in FOLLOWING for hook in hooks)
+        or _has_further_hooks(linear)
     )
 
 
