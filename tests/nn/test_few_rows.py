@@ -139,7 +139,7 @@ def test_the_measured_rules(monkeypatch):
         monkeypatch.setattr(library, "why_not_loaded", lambda: None)
         monkeypatch.setattr(library, "instruction_set", lambda: instructions)
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn_has_bfloat16)
-        monkeypatch.setattr(linear_engine, "cpuinfo", lambda: cpuinfo)
+        monkeypatch.setattr(library, "cpuinfo", lambda: cpuinfo)
         return linear_engine.native_rule.__wrapped__(dtype)[:2]
 
     bfloat16, float32, intel = torch.bfloat16, torch.float32, "GenuineIntel avx512f"
@@ -148,7 +148,7 @@ def test_the_measured_rules(monkeypatch):
     assert rule(bfloat16, "avx2") == (range(1, 9), 0)
     assert rule(float32, "avx512", cpuinfo=intel) == (range(4, 9), 2**19)
     assert rule(float32, "avx2") == (range(2, 9), 2**16)
-    assert rule(float32, "avx512") == rule(float32, "avx512_bf16") == (range(1, 129), 0)
+    assert rule(float32, "avx512") == rule(float32, "avx512_bf16") == (range(1, 193), 2**15)
     for dtype, *others in ((bfloat16, "portable"), (float32, "portable"), (torch.float64, "avx512")):
         assert not rule(dtype, *others)[0]
     assert not rule(float32, "avx512", cpuinfo="")[0]

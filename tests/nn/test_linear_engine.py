@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
+from headwise.attention.backends.native import library
 from headwise.nn import linear_engine
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -206,7 +207,7 @@ INTEL, AMD = (f"vendor_id : {vendor}\nflags : avx2 avx512f" for vendor in ("Genu
 )
 def test_instructions_and_vendor_decide(capability, cpuinfo, expected, engine, monkeypatch):
     engine("")
-    monkeypatch.setattr(linear_engine, "cpuinfo", lambda: cpuinfo)
+    monkeypatch.setattr(library, "cpuinfo", lambda: cpuinfo)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     linear, inputs = nn.Linear(512, 512), [torch.randn(*shape) for shape in ((1, 512), (4, 16, 512), (1024, 512))]
     choices = [hw.explain_linear(linear, x) for x in inputs]

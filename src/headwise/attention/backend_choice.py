@@ -12,7 +12,7 @@ and for few queries, and `flex` elsewhere. On other devices, `fused` is chosen w
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from headwise.attention.backends.blockwise.scores import BFLOAT16_BLOCK_OVERHEAD
 from headwise.attention.backends.blockwise.tiles import cost_of, score_count
 from headwise.attention.backends.gpu import flex
 from headwise.attention.backends.native import backend as native
+from headwise.attention.backends.native import library
 from headwise.attention.problem import Answer, Backend, Problem
 from headwise.checks import has_own_class, known_to_be_true, records_program
 from headwise.errors import InputError
@@ -52,11 +53,16 @@ MOST_STEP_ROWS = 8
 """
 
 FEWEST_NATIVE_QUERIES = 128
-"""Number of queries from which the native kernels are as fast as torch's or faster."""
+"""Number of queries from which the native kernels are as fast as torch's or faster on every processor."""
 
 FEWEST_NATIVE_QUERIES_WHERE_TORCH_IS_SLOW = 32
 """The same with gradients in bfloat16, where torch's backward pass is slow, and with dropout, for which torch keeps the
 whole matrix.
+"""
+
+FEWEST_NATIVE_QUERIES_WITH_AVX512 = {torch.float32: (32, 64), torch.bfloat16: (1, 16)}
+"""The same where the native kernels use AVX-512 and MKL, with which torch computes float32 products, does not: for each
+dtype, without and with gradients.
 """
 
 WIDEST_FLOAT32_HEAD = 128
@@ -218,9 +224,9 @@ def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
     problem; None if they are not. `hides_nothing` is True if torch's kernel computes no score that the mask hides.
 
     In the measurements (docs/lab-notes.md) the native kernels took at most about 1.1 times as long as torch's on every
-    instruction set, and mostly less, with two exceptions. A block of the native kernels has 64 rows, which few queries
-    do not fill; only the few rows of a decoding step have kernels of their own. And the tiles of wide heads in float32
-    do not fit into the first-level cache.
+    instruction set, and mostly less, with two exceptions. With few queries, the work for each block of the native
+    kernels, which has up to 64 rows, takes longer than it saves; only the few rows of a decoding step have kernels of
+    their own. And the tiles of wide heads in float32 do not fit into the first-level cache.
     """
     width = max(problem.q.shape[-1], problem.v.shape[-1])
     is_float32, has_dropout = problem.q.dtype == torch.float32, problem.dropout > 0
@@ -233,11 +239,23 @@ def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
     needs_mask = problem.grid.keys < fused.FEWEST_KEYS_WITHOUT_MASK  # the tensor takes longer than so few scores
     if not needs_gradient and (rows <= MOST_STEP_ROWS or needs_mask):
         return None
-    torch_is_slow = has_dropout or (needs_gradient and not is_float32)
-    fewest = FEWEST_NATIVE_QUERIES_WHERE_TORCH_IS_SLOW if torch_is_slow else FEWEST_NATIVE_QUERIES
+    fewest = _fewest_native_queries(problem.q.dtype, needs_gradient)
+    if has_dropout:
+        fewest = min(fewest, FEWEST_NATIVE_QUERIES_WHERE_TORCH_IS_SLOW)
     if problem.grid.queries < fewest:
         return f"for {MOST_STEP_ROWS + 1} rows to {fewest - 1} queries, torch's kernel is faster than the native ones"
     return wide if is_wide else None
+
+
+@cache
+def _fewest_native_queries(dtype: torch.dtype, needs_gradient: bool) -> int:
+    """Return the number of queries from which the native kernels are as fast on this processor as torch's kernel, or
+    faster, for an attention problem in float32 or bfloat16, without dropout.
+    """
+    if library.instruction_set().startswith("avx512") and library.mkl_uses_avx512() is False:
+        return FEWEST_NATIVE_QUERIES_WITH_AVX512[dtype][needs_gradient]
+    torch_is_slow = needs_gradient and dtype == torch.bfloat16
+    return FEWEST_NATIVE_QUERIES_WHERE_TORCH_IS_SLOW if torch_is_slow else FEWEST_NATIVE_QUERIES
 
 
 def choose_named(backend: Backend, problem: Problem) -> Choice:

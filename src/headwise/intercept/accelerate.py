@@ -458,7 +458,7 @@ def _forward_of_linear(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
         is_accelerated = type(self) in PLAIN_LINEAR and any(number in _with_linear for number in running)
         if is_accelerated and is_compiled_by_onednn(input, self.weight):
             return by_onednn(input, self.weight, self.bias)
-    elif recorders := _recorders.get(self):
+    elif _recorders and (recorders := _recorders.get(self)):
         parameters: dict[str, Any] = self._parameters  # reading from here takes less time than reading an attribute
         are_registered = "weight" in parameters and "bias" in parameters
         weight, bias = (parameters["weight"], parameters["bias"]) if are_registered else (self.weight, self.bias)

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -19,11 +19,12 @@ from torch.nn.attention import SDPBackend
 from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.backend_choice import why_slower
 from headwise.attention.backends.native import backend as native
+from headwise.attention.backends.native import library
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
 from headwise.attention.masks.key_ranges import RunLengths, run_lengths
 from headwise.attention.problem import DTYPES, Problem
-from headwise.checks import has_own_class, has_values
+from headwise.checks import called_by_compiler, has_own_class, has_values
 from headwise.intercept.patches import SDPA, Patches, call_replaced, is_causal_bias, is_foreign
 from headwise.nn.linear_engine import LinearChoice
 from headwise.shapes import Float, Int
@@ -322,7 +323,9 @@ def _answer(call: SDPACall) -> Float[Tensor, "*batch queries value_dim"] | str:
         ranges, reason = accelerated_modules.ranges_of(mask, dtype if mask.dtype in AUTOCAST_DTYPES else None)
         if reason is not None:
             return reason
-    out: Tensor = torch.ops.headwise.attend_forward(*native.arguments(problem_of(call), ranges, None))[0]
+    q, k, v = call.tensors if call.query.ndim == 4 else (tensor[None] for tensor in call.tensors)
+    scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
+    out, _ = native.attend((*native.with_adjacent_columns(q, k, v), scale, None, 0.0, None, ranges, None, None))
     return out if call.query.ndim == 4 else out[0]
 
 
@@ -437,8 +440,8 @@ def _why_not_mask(call: SDPACall, mask: Tensor) -> str | None:
 
 
 SMALLEST_QUERIES = {torch.float32: 512, torch.bfloat16: 1024}
-"""Number of queries from which the native kernels are expected to be faster than torch's, by dtype; measured with
-SmolLM2 on a processor with AMX (docs/lab-notes.md).
+"""Number of queries from which the native kernels are expected to be faster than torch's where MKL, with which torch
+computes float32 products, uses AVX-512. By dtype; measured with SmolLM2 on a processor with AMX (docs/lab-notes.md).
 """
 
 
@@ -448,6 +451,13 @@ def _why_slower(problem: Problem, hides_nothing: bool) -> str | None:
     torch computes all scores, also hidden ones.
     """
     smallest = SMALLEST_QUERIES[problem.q.dtype]
-    if problem.grid.queries < smallest:
+    if problem.grid.queries < smallest and _may_be_slow_for_few_queries():
         return f"torch is as fast for fewer than {smallest:,} queries in {problem.q.dtype}"
     return why_slower(problem, hides_nothing)
+
+
+@called_by_compiler
+@cache
+def _may_be_slow_for_few_queries() -> bool:
+    """Return True if torch may be as fast for queries fewer than `SMALLEST_QUERIES` on this processor."""
+    return library.mkl_uses_avx512() is not False

@@ -27,7 +27,6 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from headwise.attention.backends.native import library
-from headwise.attention.backends.native.installed import cpuinfo
 from headwise.checks import called_by_compiler, has_own_class
 from headwise.errors import InputError
 from headwise.shapes import Float
@@ -76,7 +75,7 @@ def engine_of(dtype: torch.dtype) -> LinearChoice:
     the same instructions MKL is faster.
     """
     wanted, engine = _wanted(), "torch"
-    capability, mkl_has_avx512 = torch.backends.cpu.get_cpu_capability(), _mkl_uses_avx512()
+    capability, mkl_has_avx512 = torch.backends.cpu.get_cpu_capability(), library.mkl_uses_avx512()
     if wanted == "torch":
         because = f"{VARIABLE}=torch"
     elif not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -106,7 +105,7 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
     """Return the rule that states which linear projections in `dtype` headwise's native kernel for few tokens computes
     on this processor. The rules are from measurements (docs/lab-notes.md).
     """
-    rows, smallest_weight, mkl_has_avx512 = range(0), 0, _mkl_uses_avx512()
+    rows, smallest_weight, mkl_has_avx512 = range(0), 0, library.mkl_uses_avx512()
     if wanted := _wanted():
         because = f"{VARIABLE}={wanted}"
     elif dtype not in (torch.float32, torch.bfloat16):
@@ -133,7 +132,8 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
         rows, smallest_weight = range(2, 9), 2**16
         because = "from 2 to 8 tokens, MKL without AVX-512 is slower than the native kernel"
     else:
-        rows, because = range(1, 129), "up to 128 tokens, the native kernel uses AVX-512, and MKL does not"
+        rows, smallest_weight = range(1, 193), 2**15
+        because = "up to 192 tokens, the native kernel uses AVX-512, and MKL does not"
     return NativeRule(rows, smallest_weight, because)
 
 
@@ -153,16 +153,6 @@ def uses_onednn(dtype: torch.dtype) -> bool:
     function instead of tracing it.
     """
     return engine_of(dtype).engine == "onednn"
-
-
-def _mkl_uses_avx512() -> bool | None:
-    """Return True if MKL is expected to use AVX-512 instructions: on Intel processors that have them. Return None if
-    torch has no MKL, or if the processor is unknown. Environment variables that restrict MKL are not considered.
-    """
-    description = cpuinfo()
-    if not torch.backends.mkl.is_available() or not description:  # type: ignore[no-untyped-call]
-        return None
-    return "GenuineIntel" in description and "avx512f" in description
 
 
 # -- products ----------------------------------------------------------------------------------------------------------

@@ -75,12 +75,12 @@ def run(problem: Problem) -> Answer:
     seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu") if problem.dropout > 0 else None
     dropout = problem.dropout, seed
     if problem.mask is None:
-        out, lse = _attend(arguments(problem, None, None), dropout)
+        out, lse = attend(arguments(problem, None, None), dropout)
         return Answer(out if out.dtype == dtype else out.to(dtype), lse if problem.return_lse else None, None)
     visible = visible_keys(problem.mask, problem.grid)
     parts = visible.parts()
     if parts is None:
-        out, lse = _attend(arguments(problem, visible.ranges, visible.matrix()), dropout)
+        out, lse = attend(arguments(problem, visible.ranges, visible.matrix()), dropout)
     else:
         q, k, v, scale, head_scale, softcap, sinks, _, _, bias = arguments(problem, None, None)
         options = Options(scale, head_scale, softcap, sinks, bias, *dropout)
@@ -88,7 +88,7 @@ def run(problem: Problem) -> Answer:
     return Answer(out.to(dtype), lse if problem.return_lse else None, None)
 
 
-def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) -> tuple[Tensor, Tensor]:
+def attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None] = (0.0, None)) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of a native operator. Without dropout, and if no gradient is needed, an
     operator without a gradient is called: torch's code for gradients of custom operators takes longer than a short
     attention call.
@@ -105,25 +105,29 @@ def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) ->
     return out, lse
 
 
+def with_adjacent_columns(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return q, k and v as the native operators read them: the numbers of a row are adjacent in memory."""
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        operators.register_flops()  # one of the modes may be torch's counter of operations
+    return tuple(
+        tensor
+        if tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+        else tensor.clone(memory_format=torch.contiguous_format)  # `contiguous` returns an empty tensor unchanged
+        for tensor in tensors
+    )
+
+
 def arguments(problem: Problem, ranges: KeyRanges | None, matrix: Matrix | None) -> tuple[Any, ...]:
     """Return the arguments that all native operators share: the tensors and options of a problem (one attention call),
     and its visible keys. A query attends to a key if the key is in the query's `ranges` and `matrix` is True for the
     pair. If `ranges` or `matrix` is None, it excludes no key.
     """
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
-        operators.register_flops()  # one of the modes may be torch's counter of operations
     scale, bias = problem.scale, problem.bias
     head_scale = scale[:, 0, 0].contiguous() if isinstance(scale, Tensor) else None
     if bias is not None and not (bias.is_cpu and bias.dtype in DTYPES):
         bias = bias.to(problem.score_dtype)
     return (
-        # `contiguous` would return an empty tensor unchanged.
-        *(
-            tensor
-            if tensor.stride(-1) == 1 or tensor.shape[-1] == 1
-            else tensor.clone(memory_format=torch.contiguous_format)
-            for tensor in (problem.q, problem.k, problem.v)
-        ),
+        *with_adjacent_columns(problem.q, problem.k, problem.v),
         1.0 if isinstance(scale, Tensor) else scale,
         head_scale,
         0.0 if problem.softcap is None else problem.softcap,

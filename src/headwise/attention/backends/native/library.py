@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from headwise.attention.backends.native import installed, operators
-from headwise.attention.backends.native.installed import VARIABLE
+from headwise.attention.backends.native.installed import VARIABLE, cpuinfo
 from headwise.checks import called_by_compiler
 
 
@@ -56,3 +56,14 @@ def instruction_set() -> str:
     with _disable_current_modes():
         name: str = torch.ops.headwise.instruction_set()
     return name
+
+
+def mkl_uses_avx512() -> bool | None:
+    """Return True if MKL, the library for float32 products in torch, is expected to use AVX-512 instructions: on Intel
+    processors that have them. Return None if torch has no MKL, or if the processor is unknown. Environment variables
+    that restrict MKL are not considered.
+    """
+    description = cpuinfo()
+    if not torch.backends.mkl.is_available() or not description:  # type: ignore[no-untyped-call]
+        return None
+    return "GenuineIntel" in description and "avx512f" in description

@@ -51,10 +51,11 @@ inline RowBlock row_block(const Problem& p, int64_t index) {
   const int64_t first_head = block.kv_head * group_size(p) + rest / per_length;
   block.rows = int(smaller(kRows, length - start));
   block.width = int(round_up(block.rows, kLanes));
+  int32_t head = int32_t(first_head + start / p.queries), query = int32_t(start % p.queries);
   for (int r = 0; r < kRows; ++r) {
-    const int64_t row = start + smaller(r, block.rows - 1);  // lanes without a row repeat the last one
-    block.head[r] = int32_t(first_head + row / p.queries);
-    block.query[r] = int32_t(row % p.queries);
+    block.head[r] = head, block.query[r] = query;
+    if (r >= block.rows - 1) continue;  // lanes without a row repeat the last one
+    if (++query == p.queries) ++head, query = 0;
   }
   return block;
 }

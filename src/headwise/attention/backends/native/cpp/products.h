@@ -108,6 +108,10 @@ inline void multiply_in_sums(LeftMatrix left, int64_t height, const float* right
   int64_t n = 0;
   for (; n + kTileVectors * kLanes <= width; n += kTileVectors * kLanes)
     multiply_in_blocks<kTileVectors, kAdd>(left, height, right + n, right_row, depth, c + n, c_row, most);
+  if constexpr (kTileVectors > 2)  // two vectors at a time, with the sums of one
+    for (; n + 2 * kLanes <= width; n += 2 * kLanes)
+      multiply_in_blocks<2, kAdd>(left, height, right + n, right_row, depth, c + n, c_row,
+                                  smaller(kSumLength<1>, most));
   for (; n < width; n += kLanes)
     multiply_in_blocks<1, kAdd>(left, height, right + n, right_row, depth, c + n, c_row, most);
 }

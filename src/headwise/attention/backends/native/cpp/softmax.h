@@ -48,8 +48,9 @@ struct Divisor {
   // least float, the log-sum-exp is the least float too, unless a score is NaN.
   Divisor(double shift, double powers, double sink) : lse(sink * kLn2Exact) {
     if (powers == 0) return;
-    const double top = sink > shift ? sink : shift, below = __builtin_exp2(shift - top);
-    const double sum = powers * below + __builtin_exp2(sink - top), log2_sum = __builtin_log2(sum);
+    const bool has_sink = sink != kHidden;
+    const double top = sink > shift ? sink : shift, below = has_sink ? __builtin_exp2(shift - top) : 1.0;
+    const double sum = has_sink ? powers * below + __builtin_exp2(sink - top) : powers, log2_sum = __builtin_log2(sum);
     inverse = float(below / sum);
     log2 = (top - shift) + log2_sum;  // next to a large shift, the sum of all three would lose the logarithm
     lse = top == kNoScore && sum == sum ? top : (top + log2_sum) * kLn2Exact;
@@ -73,7 +74,7 @@ struct Divisors {
   double log2[kRows], lse[kRows];
 
   Divisors(const Problem& p, const RowBlock& block, const SoftmaxState& state) {
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < block.width; ++r) {
       const Divisor divisor(state.shift[r], state.sums[kPowers][r], sink_of(p, block.head[r]));
       inverse[r] = divisor.inverse, scaled_inverse[r] = float(divisor.inverse * dropout_factor(p));
       log2[r] = divisor.log2, lse[r] = divisor.lse;

@@ -90,7 +90,7 @@ class StatisticsOfBlock {
   // projection.
   void finish(const SoftmaxState& state, const Divisors& divisors, const float (&squares)[2][kRows]) {
     float largest[kRows];
-    for (int r = 0; r < kRows; r += kLanes)
+    for (int r = 0; r < block_.width; r += kLanes)
       store(largest + r, exp2<6>(load(state.top + r) - load(state.shift + r)) * load(divisors.inverse + r));
     const int64_t plane = p_.batch * p_.heads * p_.queries;
     for (int r = 0; r < block_.rows; ++r) {

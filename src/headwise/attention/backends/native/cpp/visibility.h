@@ -27,7 +27,7 @@ struct Visibility {
   Visibility(const Problem& p, const RowBlock& block) : count(range_count(p)) {
     for (int n = 0; n < count; ++n) {
       some[n] = {p.keys, 0}, every[n] = {0, p.keys};
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < block.width; ++r) {
         const KeyRange range = visible_range(p, block.batch, block.head[r], block.query[r], n);
         begin[n][r] = int32_t(range.begin), length[n][r] = int32_t(range.end - range.begin);
         every[n] = intersection(every[n], range);
