@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 from benchmarks.regime import Regime
 
+RUNTIMES = ("onnxruntime", "onnxscript", "openvino")
+"""Packages of other runtimes for whole models, and of the export to them."""
+
 PACKAGES = {
-    "all": ("transformers", "x_transformers", "jax", "equinox", "flax"),
-    "fast": ("transformers", "x_transformers"),
+    "all": ("transformers", "x_transformers", "jax", "equinox", "flax", *RUNTIMES),
+    "fast": ("transformers", "x_transformers", *RUNTIMES),
     "torch": (),
 }
 """Packages that the peers of each value of `--peers` need, in addition to torch."""
@@ -24,7 +27,7 @@ class Options:
         tiny: use the smallest sizes, to test the code.
         rounds: number of samples of each contestant.
         long_rounds: number of samples where a round takes seconds: in whole layers above 2,048 tokens, and in models at
-            8,192 tokens or with slow methods.
+            8,192 tokens, with batches of 4,096 tokens, or with slow methods.
         only: part of the name of the regimes to measure; "" measures all.
         peers: "all"; "fast" for the peers that can be the fastest; or "torch" for peers that need no other package.
     """

@@ -26,7 +26,10 @@ SHORT = 0.3
 """Duration in seconds below which a call is warmed up by one extra run before each sample."""
 GEMM = "GEMM rate"
 """Name in `Row.against` of rows with the share of the machine's rate."""
-PEERS = ("torch", "transformers", "x-transformers", "jax", "equinox", "flax", "bertviz", "transformer-lens")
+PEERS = (
+    *("torch", "transformers", "x-transformers", "jax", "equinox", "flax", "bertviz", "transformer-lens"),
+    *("onnxruntime", "openvino"),
+)
 SIDE = 1024
 """Side length of the square matrices whose product defines the machine's rate."""
 

@@ -8,7 +8,7 @@ from benchmarks import jax_peers, library_peers, oracle, torch_peers
 from benchmarks.command_line import Options
 from benchmarks.contestants import Contestant, LeftOutError, Peer, ours
 from benchmarks.measure import GEMM, Call, Ratio, Row, compared, gemm, gemm_share, interleaved, show
-from benchmarks.oracle import YARDSTICK, WrongError
+from benchmarks.oracle import YARDSTICK, Results, WrongError
 from benchmarks.regime import Data, Regime
 
 TORCH_LAYER = "nn.MultiheadAttention"
@@ -131,13 +131,19 @@ class Comparison:
                     timed[name], opponent[name] = Call(contestant.run), our_name
         return timed, opponent
 
-    def sane(self, name: str, build: Callable[[Regime, Data], Contestant], regime: Regime) -> Contestant | None:
-        """Return the contestant of a peer if its results are correct. Otherwise return None, and print and store the
-        reason why it is left out.
+    def sane(
+        self,
+        name: str,
+        build: Callable[[Regime, Data], Contestant],
+        regime: Regime,
+        exact: Results | None = None,
+    ) -> Contestant | None:
+        """Return the contestant of a peer if its results are correct: near those in `exact`, by default the layer's
+        definition. Otherwise return None, and print and store the reason why it is left out.
         """
         try:
             contestant = build(regime, regime.data())
-            oracle.sane(contestant.results(contestant.run()), oracle.layer(regime), regime)
+            oracle.sane(contestant.results(contestant.run()), exact or oracle.layer(regime), regime)
         except (LeftOutError, WrongError) as reason:
             message = str(reason)
         except Exception as error:  # a peer that fails is reported and must not stop the benchmark

@@ -24,6 +24,7 @@ TITLES = {
     "layer_memory": "Memory of the whole layer",
     "watching": "Watching a model",
     "accelerating": "Accelerating a model",
+    "models": "Accelerated encoders against other runtimes",
     "ablating": "Removing heads, one at a time",
     "pruned_attention": "Attention with half of the heads",
     "monitoring": "Monitoring a training",

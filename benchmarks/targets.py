@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks import calls
+from benchmarks import calls, models
 from benchmarks.ablating import WHOLE
 from benchmarks.attention import WITH_SHARE
 from benchmarks.attention_only import FLEX, SDPA
@@ -143,6 +143,11 @@ def _accelerated(dtype: str, length: int) -> Callable[[str, Row], bool]:
     return lambda name, row: (name, row.against) == ("accelerating", PLAIN) and _is(row, dtype=dtype, length=length)
 
 
+def _models(against: str, dtype: str | None = None) -> Callable[[str, Row], bool]:
+    """Return the condition for rows of accelerated encoders against the named peer."""
+    return lambda name, row: (name, row.against) == ("models", against) and _is(row, dtype=dtype)
+
+
 def _pruned(phase: str) -> Callable[[str, Row], bool]:
     """Return the condition for rows of attention with half of its heads, on a prompt or while decoding."""
     return lambda name, row: name == "pruned_attention" and row.against == ALL and row.note.startswith(phase)
@@ -211,6 +216,13 @@ TARGETS = (
     Target("SmolLM2 accelerated, 8,192 tokens, float32, against plain", 1.5, _accelerated("float32", 8192)),
     Target("SmolLM2 accelerated, 2,048 tokens, bfloat16, against plain", 1.5, _accelerated("bfloat16", 2048)),
     Target("SmolLM2 accelerated, 8,192 tokens, bfloat16, against plain", 2.0, _accelerated("bfloat16", 8192)),
+    Target("accelerated models, float32, against plain", 1.6, _models(models.PLAIN, "float32")),
+    Target("accelerated models, bfloat16, against plain", 1.3, _models(models.PLAIN, "bfloat16")),
+    Target(
+        f"accelerated models, against the fastest of {', '.join(models.PEERS)}",
+        1.0,
+        _models(FASTEST),
+    ),
     Target(
         "peak extra memory of watching SmolLM2, 8,192 tokens, over 300 MB",
         1.0,

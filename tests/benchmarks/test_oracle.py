@@ -165,3 +165,11 @@ def test_peer_with_wrong_results_is_left_out_and_named(monkeypatch, capsys):
     assert list(comparison.left_out) == ["another, (3, 37, 35, 5) causal float32 forward"]
     assert "LEFT OUT" in capsys.readouterr().out
     assert "another" not in {row.against for row in comparison.rows}
+
+
+def test_peer_of_another_task_is_compared_with_the_results_that_are_given():
+    comparison = peers.Comparison(command_line.Options())
+    contestant = contestants.Contestant(lambda: torch.ones(3, 37, 35), lambda out: {"out": out})
+    assert comparison.sane("right", lambda *_: contestant, TINY, {"out": torch.ones(3, 37, 35)}) is contestant
+    assert comparison.sane("wrong", lambda *_: contestant, TINY, {"out": torch.full((3, 37, 35), 1.1)}) is None
+    assert comparison.left_out == {f"wrong, {TINY.name}": "worst row is off by 9.1e-02 of its size"}

@@ -21,6 +21,7 @@ from benchmarks import (
     decoding,
     layer,
     memory,
+    models,
     monitoring,
     observed_call,
     peak_memory,
@@ -56,18 +57,62 @@ def test_script_runs_and_prints_json_last(script, capsys, monkeypatch):
     assert all(Row.read(row).ratio.median > 0 for row in last["rows"])
 
 
+def results_of_compiling(script, only):
+    """Return the results of a tiny run in another interpreter: torch cannot trace the type checks of the tests."""
+    command = [sys.executable, "-m", f"benchmarks.{script}", "--tiny", "--peers", "torch", "--rounds", "1"]
+    done = subprocess.run([*command, "--only", only], cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_decoding_script_compares_compiled_steps():
-    # In its own interpreter, since torch cannot trace the type checks of the tests.
-    command = [sys.executable, "-m", "benchmarks.decoding", "--tiny", "--peers", "torch", "--rounds", "1"]
-    done = subprocess.run(
-        [*command, "--only", "8) causal float32"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = results_of_compiling("decoding", "8) causal float32")
     fastest = {row.note: row.ratio.median for row in map(Row.read, results["rows"]) if row.against == peers.FASTEST}
     caches = [f"{YARDSTICK}, {kind}" for kind in decoding.CACHES]
     assert list(fastest) == [*caches, *(f"{name}, {decoding.COMPILED}" for name in caches)]
     assert all(ratio > 0 for ratio in fastest.values())
     assert not results["left_out"]
+
+
+def test_best_way_to_accelerate_an_encoder_is_compared_with_the_fastest_peer():
+    results = results_of_compiling("models", "")
+    rows = list(map(Row.read, results["rows"]))
+    assert [row.against for row in rows] == [models.PLAIN, models.COMPILED, peers.FASTEST] * 2
+    assert [row.regime.dtype for row in rows] == ["float32"] * 3 + ["bfloat16"] * 3
+    for plain, compiled, best in (rows[:3], rows[3:]):
+        fastest = min(plain, compiled, key=lambda row: row.theirs)
+        assert best.theirs == fastest.theirs
+        assert best.ours <= plain.ours == compiled.ours
+        assert best.note.startswith(f"({fastest.against}), Bert, {models.OURS}")
+    assert not results["left_out"]
+
+
+ENCODED = Regime(3, 41, 48, 6)
+
+
+def test_wrong_output_of_an_accelerated_encoder_ends_the_script(monkeypatch):
+    accelerate = hw.accelerate
+
+    def wrong(model, **options):
+        for name, parameter in model.named_parameters():
+            if name.endswith("value.weight"):
+                parameter.mul_(1.001)
+        return accelerate(model, **options)
+
+    monkeypatch.setattr(hw, "accelerate", wrong)
+    comparison = peers.Comparison(command_line.Options(tiny=True, peers="torch"))
+    with torch.no_grad(), pytest.raises(SystemExit, match=r"Bert, \(3, 41, 48, 6\) .*, accelerated: .* is off by"):
+        models.compare(comparison, "Bert", models.model_of("Bert"), ENCODED)
+
+
+@pytest.mark.parametrize("build", [models.by_onnx_runtime, models.by_openvino], ids=["onnxruntime", "openvino"])
+def test_other_runtimes_compute_the_encoder(build, request):
+    pytest.importorskip(request.node.callspec.id)
+    model = models.model_of("Bert")
+    inputs = models.inputs_of(model.config, ENCODED)
+    encoder = models.Encoder(model, list(inputs))
+    with torch.no_grad():
+        contestant = build(encoder, tuple(inputs.values()), "float32")
+        torch.testing.assert_close(contestant.results(contestant.run())["out"], encoder(*inputs.values()))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])

@@ -12,6 +12,7 @@ from benchmarks import (
     calls,
     measure,
     memory,
+    models,
     monitoring,
     oracle,
     peers,
@@ -59,6 +60,9 @@ def test_bounds_of_all_targets():
         (1.5, False),  # and 8,192
         (1.5, False),  # accelerated, 2,048, bfloat16
         (2.0, False),  # and 8,192
+        (1.6, False),  # accelerated encoders, float32
+        (1.3, False),  # and bfloat16
+        (1.0, False),  # and the fastest peer
         (1.0, True),  # 300 MB
         (1.0, True),  # 1 GB
         (1.8, False),  # every head removed
@@ -153,6 +157,8 @@ DECODING, DECODED = ("decoding", peers.FASTEST), {"length": 4160}
         ("accelerated, 8,192 tokens, float32", "accelerating", accelerating.PLAIN, {"length": 8192}, {"length": 2048}),
         ("accelerated, 2,048 tokens, bfloat16", "accelerating", accelerating.PLAIN, {"length": 2048} | NARROW, FLOAT32),
         ("accelerated, 8,192 tokens, bfloat16", "accelerating", accelerating.PLAIN, {"length": 8192} | NARROW, FLOAT32),
+        ("models, float32, against plain", "models", models.PLAIN, FLOAT32, NARROW),
+        ("models, bfloat16, against plain", "models", models.PLAIN, NARROW, FLOAT32),
         ("over 300 MB", "watching", watching.MODEL_EXTRA, {"length": 8192}, {"length": 2048}),
         ("over 1 GB", "watching", watching.CALL_EXTRA, {"length": 32768}, {"length": 8192}),
         ("every head of SmolLM2", "ablating", ablating.WHOLE, {"batch": 16}, {"batch": 4}),
@@ -190,6 +196,14 @@ def test_short_calls_have_bounds_in_microseconds(against, bound):
     regime = Regime(1, 16, 512, 8, training=True)
     (target,) = [each for each in targets.TARGETS if each.covers("calls", row(1.0, regime, against))]
     assert (target.bound, target.at_most) == (bound, True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_accelerated_encoder_may_be_slower_than_its_fastest_peer(dtype):
+    fastest = row(1.0, Regime(1, 128, 384, 12, dtype=dtype), peers.FASTEST)
+    (target,) = [target for target in targets.TARGETS if target.covers("models", fastest)]
+    assert (target.bound, target.at_most) == (1.0, False)
+    assert not target.covers("layer", fastest)
 
 
 def test_no_regime_of_a_whole_layer_may_be_slower_on_any_machine():
