@@ -31,7 +31,7 @@ from benchmarks.watched_model import SMOLLM2, TINY, WatchedModel, watched_model
 
 OURS, PLAIN, LONG = "accelerated", "plain forward", 8192
 CHECKED = 1024
-"""Number of tokens for the comparison with the definition. For fewer, `hw.accelerate` leaves calls to torch."""
+"""Number of tokens for the comparison with the definition. For fewer, `hw.accelerate` may leave calls to torch."""
 
 
 def forward(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -1,10 +1,14 @@
 """Choice of the backend and its explanation."""
 
+import inspect
+import itertools
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 import headwise as hw
+from headwise.attention import backend_choice
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise import tiles
 from headwise.attention.backends.native import library
@@ -33,6 +37,14 @@ def with_few_queries(queries, requires_grad=False, **options):
     return full | {"q": full["q"][:, :, :queries].clone().requires_grad_(requires_grad)}
 
 
+def use_processor(monkeypatch, instructions, mkl_uses_avx512):
+    """Choose as on a processor with these instructions."""
+    monkeypatch.setattr(library, "instruction_set", lambda: instructions)
+    monkeypatch.setattr(library, "mkl_uses_avx512", lambda: mkl_uses_avx512)
+    uncached = inspect.unwrap(backend_choice._fewest_native_queries)
+    monkeypatch.setattr(backend_choice, "_fewest_native_queries", uncached)
+
+
 CASES_WITH_KERNELS = {
     "full": (problem(), "native", HIDDEN_KEYS),
     "causal": (problem(mask=hw.causal()), "native", HIDDEN_KEYS),
@@ -57,11 +69,30 @@ CASES_WITH_KERNELS = {
 
 @needs_kernels
 @pytest.mark.parametrize("case", CASES_WITH_KERNELS)
-def test_the_choice_with_native_kernels(case):
+def test_the_choice_with_native_kernels(case, monkeypatch):
+    use_processor(monkeypatch, "avx2", mkl_uses_avx512=False)
     options, backend, because = CASES_WITH_KERNELS[case]
     choice = hw.explain(**options)
     assert choice.backend == backend
     assert choice.because.startswith(because)
+
+
+@pytest.mark.parametrize(
+    ("instructions", "mkl_uses_avx512", "expected"),
+    [
+        ("avx512", False, [32, 64, 1, 16]),
+        ("avx512_bf16", False, [32, 64, 1, 16]),
+        ("avx512_bf16", True, [128, 128, 128, 32]),
+        ("avx512_bf16", None, [128, 128, 128, 32]),
+        ("amx", True, [128, 128, 128, 32]),
+        ("avx2", False, [128, 128, 128, 32]),
+        ("portable", None, [128, 128, 128, 32]),
+    ],
+)
+def test_the_fewest_queries_as_measured(monkeypatch, instructions, mkl_uses_avx512, expected):
+    use_processor(monkeypatch, instructions, mkl_uses_avx512)
+    problems = itertools.product((torch.float32, torch.bfloat16), (False, True))
+    assert [backend_choice._fewest_native_queries(*each) for each in problems] == expected
 
 
 @needs_kernels

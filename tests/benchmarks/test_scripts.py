@@ -171,7 +171,7 @@ def test_wrong_output_of_an_accelerated_model_ends_the_script(monkeypatch):
     watched = watched_model(replace(TINY, length=accelerating.CHECKED))
     accelerating.check(watched.model, watched.tokens, TINY)
     with pytest.raises(SystemExit, match=r"(?s)not every attention call was accelerated; .* fewer than 512 queries"):
-        accelerating.check(watched.model, watched.tokens[:40], TINY)
+        accelerating.check(watched.model, watched.tokens[:20], TINY)
     original, calls = accelerating.forward, []
 
     def wrong(model, tokens):
