@@ -148,7 +148,7 @@ def test_the_measured_rules(monkeypatch):
     assert rule(bfloat16, "avx2") == (range(1, 9), 0)
     assert rule(float32, "avx512", cpuinfo=intel) == (range(4, 9), 2**19)
     assert rule(float32, "avx2") == (range(2, 9), 2**16)
-    assert rule(float32, "avx512") == rule(float32, "avx512_bf16") == (range(1, 193), 2**15)
+    assert rule(float32, "avx512") == rule(float32, "avx512_bf16") == (range(1, 193), 2**13)
     for dtype, *others in ((bfloat16, "portable"), (float32, "portable"), (torch.float64, "avx512")):
         assert not rule(dtype, *others)[0]
     assert not rule(float32, "avx512", cpuinfo="")[0]

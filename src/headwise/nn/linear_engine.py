@@ -132,7 +132,7 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
         rows, smallest_weight = range(2, 9), 2**16
         because = "from 2 to 8 tokens, MKL without AVX-512 is slower than the native kernel"
     else:
-        rows, smallest_weight = range(1, 193), 2**15
+        rows, smallest_weight = range(1, 193), 2**13
         because = "up to 192 tokens, the native kernel uses AVX-512, and MKL does not"
     return NativeRule(rows, smallest_weight, because)
 
@@ -207,8 +207,10 @@ def gains(x: Tensor, weight: Tensor) -> bool:
     out, width = weight.shape
     rows = x.numel() // max(width, 1)
     block = _block_of(width)
+    if rows * block * out < SMALLEST_WORK:
+        return False
     is_copied = width > block and not weight.t().is_contiguous()  # a block of rows has gaps, and of columns has none
-    return rows * block * out >= SMALLEST_WORK and (rows >= SMALLEST_COPIED_FOR or not is_copied)
+    return rows >= SMALLEST_COPIED_FOR or not is_copied
 
 
 def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -328,8 +330,10 @@ NOT_PLAIN = LinearChoice("torch", "only a plain nn.Linear on the CPU is computed
 OF_THE_MODULE = "hooks, transforms and modes of torch receive the call of the module"
 """Reason for projections of which other code receives the call."""
 
-SMALLEST_BFLOAT16_WORK = 2**20
-"""Number of multiplications below which the bias of a product in bfloat16 is left to torch."""
+SMALLEST_BFLOAT16_WORK, SMALLEST_WITHOUT_AMX = 2**20, 2**25
+"""Number of multiplications below which the bias of a product in bfloat16 is left to torch: with the matrix instructions
+AMX, and without them, where the product takes longer.
+"""
 
 LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
 """Functions of torch that compute the call of an `nn.Linear`."""
@@ -386,7 +390,7 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
     if tokens in native_rule(dtype).rows:
         return None
     is_torch = engine_of(dtype).engine == "torch"
-    smallest_work = SMALLEST_WORK if dtype == torch.float32 else SMALLEST_BFLOAT16_WORK
+    smallest_work = SMALLEST_WORK if dtype == torch.float32 else _smallest_bfloat16_work()
     found = []
     for linear in linears:
         if type(linear) is not nn.Linear and type(linear) is not NonDynamicallyQuantizableLinear:
@@ -540,8 +544,15 @@ def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
             return "without a bias, torch computes the same"
         if needs_gradient(x, weight, bias):
             return "with gradients, torch is as fast in bfloat16"
-        is_small = x.numel() * len(weight) < SMALLEST_BFLOAT16_WORK
+        is_small = x.numel() * len(weight) < _smallest_bfloat16_work()
     return "the product is too small for oneDNN to be faster" if is_small else None
+
+
+@cache
+def _smallest_bfloat16_work() -> int:
+    """Return the number of multiplications from which oneDNN adds the bias of a product in bfloat16."""
+    has_amx: bool = torch.cpu._is_amx_tile_supported()
+    return SMALLEST_BFLOAT16_WORK if has_amx else SMALLEST_WITHOUT_AMX
 
 
 def _why_not_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:

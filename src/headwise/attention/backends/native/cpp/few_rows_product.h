@@ -11,13 +11,17 @@
 namespace headwise::HEADWISE_ISA {
 
 constexpr int64_t kTaskNumbers = 1 << 15;  // numbers of W that are worth a task of their own
+constexpr int64_t kTaskRows = 32;          // rows of x that are, where W is so small that each task reads all of it
 constexpr int64_t kLaneSum = kLanes < 16 ? kSumLength<1> : kSumLength<2>;
 
 // Rows of W of each task: whole vectors of results.
 inline int64_t rows_of_task(const LinearMap& map) {
   return round_up(larger(kTaskNumbers / larger(map.width, 1), 1), kLanes);
 }
-inline int64_t linear_tasks(const LinearMap& map) { return (map.out + rows_of_task(map) - 1) / rows_of_task(map); }
+inline int64_t output_tasks(const LinearMap& map) { return (map.out + rows_of_task(map) - 1) / rows_of_task(map); }
+inline int64_t linear_tasks(const LinearMap& map) {
+  return output_tasks(map) > 1 ? output_tasks(map) : (map.rows + kTaskRows - 1) / kTaskRows;
+}
 
 template <class Element>
 class FewRowsProduct {
@@ -25,12 +29,11 @@ class FewRowsProduct {
   explicit FewRowsProduct(const LinearMap& map)
       : map_(map), weight_(static_cast<const Element*>(map.weight)), x_(static_cast<const Element*>(map.x)) {}
 
-  // Compute the outputs `begin` to `end` of all rows of x.
-  void run(int64_t begin, int64_t end) const {
-    int64_t row = 0;
-    for (; row + 4 <= map_.rows; row += 4) outputs<4>(row, begin, end);
-    if (map_.rows - row >= 2) outputs<2>(row, begin, end), row += 2;
-    if (map_.rows - row == 1) outputs<1>(row, begin, end);
+  // Compute the outputs `begin` to `end` of the rows `row` to `last` of x.
+  void run(int64_t row, int64_t last, int64_t begin, int64_t end) const {
+    for (; row + 4 <= last; row += 4) outputs<4>(row, begin, end);
+    if (last - row >= 2) outputs<2>(row, begin, end), row += 2;
+    if (last - row == 1) outputs<1>(row, begin, end);
   }
 
  private:
@@ -93,10 +96,13 @@ class FewRowsProduct {
 };
 
 inline void linear(const LinearMap& map, int64_t task) {
-  const int64_t begin = task * rows_of_task(map), end = smaller(begin + rows_of_task(map), map.out);
+  const bool divides_rows = output_tasks(map) <= 1;
+  const int64_t row = divides_rows ? task * kTaskRows : 0;
+  const int64_t last = divides_rows ? smaller(row + kTaskRows, map.rows) : map.rows;
+  const int64_t begin = divides_rows ? 0 : task * rows_of_task(map), end = smaller(begin + rows_of_task(map), map.out);
   for (int64_t j = begin; j < end; j += kLanes) {  // so few rows of W stay in the first-level cache for all rows of x
-    if (map.bfloat16) FewRowsProduct<uint16_t>(map).run(j, smaller(j + kLanes, end));
-    else FewRowsProduct<float>(map).run(j, smaller(j + kLanes, end));
+    if (map.bfloat16) FewRowsProduct<uint16_t>(map).run(row, last, j, smaller(j + kLanes, end));
+    else FewRowsProduct<float>(map).run(row, last, j, smaller(j + kLanes, end));
   }
 }
 
