@@ -331,8 +331,8 @@ OF_THE_MODULE = "hooks, transforms and modes of torch receive the call of the mo
 """Reason for projections of which other code receives the call."""
 
 SMALLEST_BFLOAT16_WORK, SMALLEST_WITHOUT_AMX = 2**20, 2**25
-"""Number of multiplications below which the bias of a product in bfloat16 is left to torch: with the matrix instructions
-AMX, and without them, where the product takes longer.
+"""Number of multiplications below which the bias of a product in bfloat16 is left to torch: with the instructions AMX,
+and without them, where the product takes longer.
 """
 
 LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
