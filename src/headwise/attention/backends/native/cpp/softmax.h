@@ -48,7 +48,7 @@ struct Divisor {
   // least float, the log-sum-exp is the least float too, unless a score is NaN.
   Divisor(double shift, double powers, double sink) : lse(sink * kLn2Exact) {
     if (powers == 0) return;
-    const bool has_sink = sink != kHidden;
+    const bool has_sink = sink != double(kHidden);
     const double top = sink > shift ? sink : shift, below = has_sink ? __builtin_exp2(shift - top) : 1.0;
     const double sum = has_sink ? powers * below + __builtin_exp2(sink - top) : powers, log2_sum = __builtin_log2(sum);
     inverse = float(below / sum);
