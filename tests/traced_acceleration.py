@@ -107,6 +107,19 @@ def records_linear_maps():
     assert [ours for ours, _ in graphs] == [1, 0, 0, 0], graphs
 
 
+def follows_the_rule():
+    """Check that the rule for few queries is read without breaking the graph, on whatever processor this is."""
+    model = Attention(None)
+    for length in (5, 40, 600):
+        x, graphs = torch.randn(2, length, 36), []
+        with torch.no_grad(), hw.accelerate(model) as acceleration:
+            torch.testing.assert_close(recorded(model, x, graphs), model(x))
+            (module,) = acceleration.modules
+        assert graphs == [["headwise.attend_forward" if module.accelerated else "torch"]], (length, graphs)
+        assert module.accelerated or length < 600
+        torch._dynamo.reset()
+
+
 def runs_as_without():
     """Check that compiled and exported models have the same output as before, and are accelerated elsewhere."""
     accelerated_sdpa._why_slower = lambda problem, hides_nothing: None

@@ -266,5 +266,9 @@ def test_a_compiled_model_runs_as_without_acceleration(tracing_server):
     tracing_server.run("import traced_acceleration; traced_acceleration.runs_as_without()")
 
 
+def test_the_rule_for_few_queries_does_not_break_the_graph(tracing_server):
+    tracing_server.run("import traced_acceleration; traced_acceleration.follows_the_rule()")
+
+
 def test_a_compiled_model_marks_no_other_models(tracing_server):
     tracing_server.run("import traced_acceleration; traced_acceleration.marks_no_other_models()")

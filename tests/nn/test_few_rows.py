@@ -1,5 +1,7 @@
 """The native kernel of linear projections of few tokens: accuracy, special numbers, layouts, and its choice."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -140,6 +142,7 @@ def test_the_measured_rules(monkeypatch):
         monkeypatch.setattr(library, "instruction_set", lambda: instructions)
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn_has_bfloat16)
         monkeypatch.setattr(library, "cpuinfo", lambda: cpuinfo)
+        monkeypatch.setattr(library, "mkl_uses_avx512", inspect.unwrap(library.mkl_uses_avx512))
         return linear_engine.native_rule.__wrapped__(dtype)[:2]
 
     bfloat16, float32, intel = torch.bfloat16, torch.float32, "GenuineIntel avx512f"

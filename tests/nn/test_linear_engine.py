@@ -1,5 +1,7 @@
 """The engines of linear projections: accuracy, gradients, the choice, and calls that must reach the module."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -209,6 +211,7 @@ INTEL, AMD = (f"vendor_id : {vendor}\nflags : avx2 avx512f" for vendor in ("Genu
 def test_instructions_and_vendor_decide(capability, cpuinfo, expected, engine, monkeypatch):
     engine("")
     monkeypatch.setattr(library, "cpuinfo", lambda: cpuinfo)
+    monkeypatch.setattr(library, "mkl_uses_avx512", inspect.unwrap(library.mkl_uses_avx512))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     linear, inputs = nn.Linear(512, 512), [torch.randn(*shape) for shape in ((1, 512), (4, 16, 512), (1024, 512))]
     choices = [hw.explain_linear(linear, x) for x in inputs]

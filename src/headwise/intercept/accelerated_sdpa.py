@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -457,7 +457,6 @@ def _why_slower(problem: Problem, hides_nothing: bool) -> str | None:
 
 
 @called_by_compiler
-@cache
 def _may_be_slow_for_few_queries() -> bool:
     """Return True if torch may be as fast for queries fewer than `SMALLEST_QUERIES` on this processor."""
     return library.mkl_uses_avx512() is not False

@@ -58,6 +58,7 @@ def instruction_set() -> str:
     return name
 
 
+@cache
 def mkl_uses_avx512() -> bool | None:
     """Return True if MKL, the library for float32 products in torch, is expected to use AVX-512 instructions: on Intel
     processors that have them. Return None if torch has no MKL, or if the processor is unknown. Environment variables
