@@ -10,8 +10,9 @@
 
 namespace headwise::HEADWISE_ISA {
 
-constexpr int64_t kTaskNumbers = 1 << 15;  // numbers of W that are worth a task of their own
-constexpr int64_t kTaskRows = 32;          // rows of x that are, where W is so small that each task reads all of it
+constexpr int64_t kTaskNumbers = 1 << 15;   // numbers of W that are worth a task of their own
+constexpr int64_t kTaskRows = 32;           // rows of x that are, where W is so small that each task reads all of it
+constexpr int64_t kPrefetchedWidth = 1024;  // numbers of a row of W up to which the next rows fit the caches, too
 constexpr int64_t kLaneSum = kLanes < 16 ? kSumLength<1> : kSumLength<2>;
 
 // Rows of W of each task: whole vectors of results.
@@ -29,26 +30,33 @@ class FewRowsProduct {
   explicit FewRowsProduct(const LinearMap& map)
       : map_(map), weight_(static_cast<const Element*>(map.weight)), x_(static_cast<const Element*>(map.x)) {}
 
-  // Compute the outputs `begin` to `end` of the rows `row` to `last` of x.
+  // Compute the outputs `begin` to `end` of the rows `row` to `last` of x. The rows of W that come next are read from
+  // memory at the same time, one line in each step.
   void run(int64_t row, int64_t last, int64_t begin, int64_t end) const {
-    for (; row + 4 <= last; row += 4) outputs<4>(row, begin, end);
+    constexpr int64_t kOutputs = kLanes / 4;
+    const bool has_next = end + kLanes <= map_.out && map_.width <= kPrefetchedWidth;
+    for (int64_t n = 0; row + 4 <= last; row += 4, ++n) {
+      if (has_next && n < kOutputs) outputs<4, true>(row, begin, end, end - begin + n);
+      else outputs<4>(row, begin, end);
+    }
     if (last - row >= 2) outputs<2>(row, begin, end), row += 2;
     if (last - row == 1) outputs<1>(row, begin, end);
   }
 
  private:
   // Outputs `begin` to `end` of `kRowCount` rows of x from row `first` on.
-  template <int kRowCount>
-  void outputs(int64_t first, int64_t begin, int64_t end) const {
+  template <int kRowCount, bool kPrefetch = false>
+  void outputs(int64_t first, int64_t begin, int64_t end, int64_t ahead = 0) const {
     constexpr int kOutputs = kLanes / kRowCount;
     const Element* x = x_ + first * map_.width;
     for (int64_t j = begin; j < end; j += kOutputs) {
       const Element* weights[kOutputs];  // after the last row of W, that row again
 #pragma GCC unroll 16
       for (int i = 0; i < kOutputs; ++i) weights[i] = weight_ + smaller(j + i, end - 1) * map_.width;
+      const Element* coming = weight_ + (j + ahead) * map_.width;
       Floats total = zero();
       for (int64_t d = 0; d < map_.width; d += kLaneSum * kLanes)
-        total = total + block<kRowCount>(x, weights, d, smaller(d + kLaneSum * kLanes, map_.width));
+        total = total + block<kRowCount, kPrefetch>(x, weights, coming, d, smaller(d + kLaneSum * kLanes, map_.width));
       float lanes[kLanes];
       store(lanes, total);
       for (int r = 0; r < kRowCount; ++r)
@@ -57,8 +65,9 @@ class FewRowsProduct {
   }
 
   // Products over the features `begin` to `end` of `kRowCount` rows of x with kLanes / kRowCount rows of W.
-  template <int kRowCount>
-  Floats block(const Element* x, const Element* const* weights, int64_t begin, int64_t end) const {
+  template <int kRowCount, bool kPrefetch>
+  Floats block(const Element* x, const Element* const* weights, [[maybe_unused]] const Element* coming, int64_t begin,
+               int64_t end) const {
     constexpr int kOutputs = kLanes / kRowCount, kCount = kVectors<Element>;
     Floats sums[kLanes];
 #pragma GCC unroll 16
@@ -81,7 +90,10 @@ class FewRowsProduct {
       }
     };
     int64_t d = begin;
-    for (; d + kStep<Element> <= end; d += kStep<Element>) add_step(d, LoadStep());
+    for (; d + kStep<Element> <= end; d += kStep<Element>) {
+      if constexpr (kPrefetch) __builtin_prefetch(coming + d, 0, 2);
+      add_step(d, LoadStep());
+    }
     if (d < end) add_step(d, LoadPart{end - d});
     return sums_of_vectors(sums);
   }
