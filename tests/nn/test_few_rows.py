@@ -15,6 +15,7 @@ from headwise.nn import linear_engine
 pytestmark = pytest.mark.skipif(library.why_not_loaded() is not None, reason="the native kernels are not available")
 
 DTYPES = [torch.float32, torch.bfloat16]
+ROWS = [*range(1, 9), 21, 64, 191]
 SIZES = [(1, 5), (17, 1), (513, 5), (33, 131), (512, 512), (768, 67), (2053, 19), (1025, 2)]
 """Widths of x and of the output."""
 
@@ -42,7 +43,7 @@ def tensors(rows, width, out, dtype):
 @pytest.mark.parametrize("width", [64, 512, 513, 768, 2053, 8192])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_error_is_at_most_twice_that_of_torch(dtype, width, with_bias):
-    for rows in range(1, 9):
+    for rows in ROWS:
         x, weight, bias = tensors(rows, width, 517, dtype)
         bias = bias if with_bias else None
         ours, plain = few_rows(x, weight, bias), F.linear(x, weight, bias)
@@ -57,7 +58,7 @@ def test_error_is_at_most_twice_that_of_torch(dtype, width, with_bias):
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_odd_sizes_against_whole_numbers(dtype, sizes, with_bias):
     """Products of small whole numbers have no rounding errors in float32, so that results are exact."""
-    for rows in range(1, 9):
+    for rows in ROWS:
         x, weight, bias = (
             torch.randint(-2, 3, shape).to(dtype) for shape in ((rows, sizes[0]), sizes[::-1], sizes[1:])
         )
@@ -67,16 +68,17 @@ def test_odd_sizes_against_whole_numbers(dtype, sizes, with_bias):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_depend_on_no_other_row_and_not_on_threads(dtype):
-    x, weight, bias = tensors(8, 1031, 517, dtype)
+@pytest.mark.parametrize(("width", "out"), [(1031, 517), (130, 66)])  # of several tasks, and of tasks of rows
+def test_bits_depend_on_no_other_row_and_not_on_threads(dtype, width, out):
+    x, weight, bias = tensors(101, width, out, dtype)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         all_rows = few_rows(x, weight, bias)
         torch.set_num_threads(3)
-        for rows in range(1, 9):
+        for rows in (*range(1, 9), 37, 101):
             assert torch.equal(few_rows(x[:rows], weight, bias), all_rows[:rows])
-            assert torch.equal(few_rows(x[8 - rows :], weight, bias), all_rows[8 - rows :])
+            assert torch.equal(few_rows(x[101 - rows :], weight, bias), all_rows[101 - rows :])
         assert torch.equal(few_rows(x, weight[:9], bias[:9]), all_rows[:, :9])
     finally:
         torch.set_num_threads(threads)
