@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -203,24 +204,57 @@ def test_hooks_run_as_before():
     torch.testing.assert_close(seen, before, rtol=1e-4, atol=1e-4)
 
 
+class Checkpointed(nn.Module):
+    """A module whose call is repeated in the backward pass."""
+
+    def __init__(self, inner, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = inner, use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_repeats_the_same(use_reentrant):
-    model, x, _ = mlp()
-    plain = outcome(model, x)
+@pytest.mark.parametrize("are_accelerated", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("shape", [(200, WIDTH), (2, 96, WIDTH), (5, WIDTH)])
+def test_checkpointing_repeats_the_same(use_reentrant, are_accelerated, shape):
+    """Forward and backward pass may be within the context or outside of it. A square weight is not transposed."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH, bias=False))
+    model, x, of_output = Checkpointed(inner, use_reentrant), torch.randn(shape, requires_grad=True), torch.randn(shape)
+    leaves = [x, *inner.parameters()]
+    expected = torch.autograd.grad(inner(x), leaves, of_output)
+    with hw.accelerate(model) if are_accelerated[0] else nullcontext():
+        out = model(x)
+    for leaf in leaves:
+        leaf.grad = None
+    with hw.accelerate(model) if are_accelerated[1] else nullcontext():
+        out.backward(of_output)
+    torch.testing.assert_close([leaf.grad for leaf in leaves], list(expected), rtol=1e-4, atol=1e-4)
 
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
 
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
+@pytest.mark.usefixtures("engine")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@torch.no_grad()
+def test_nested_tensors_are_torchs():
+    model = nn.Sequential(nn.Linear(WIDTH, OUT))
+    x = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(150, WIDTH)])
+    with hw.accelerate(model):
+        for ours, plain in zip(model(x).unbind(), [F.linear(part, *model[0].parameters()) for part in x], strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
-    outer = Checkpointed()
-    with hw.accelerate(outer, linear=True):
-        ours = outcome(outer, x)
-    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+@pytest.mark.usefixtures("engine")
+@torch.no_grad()
+def test_an_attribute_takes_precedence_over_a_parameter():
+    model, x, few = mlp()
+    vars(model[0])["weight"] = 2.0 * model[0].weight
+    for each in (x, few):
+        expected = model(each)
+        with hw.accelerate(model):
+            torch.testing.assert_close(model(each), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("engine")

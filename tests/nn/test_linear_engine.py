@@ -1,5 +1,6 @@
 """The engines of linear projections: accuracy, gradients, the choice, and calls that must reach the module."""
 
+import functools
 import inspect
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize, prune
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import headwise as hw
 from headwise.attention.backends.native import library
@@ -432,3 +434,19 @@ handle.remove()
 @pytest.mark.slow
 def test_compiled_code_has_derivatives_and_calls_hooks(tracing_server):
     tracing_server.run(f"import os; os.environ['HEADWISE_LINEAR'] = 'onednn'\n{FORGET_CHOICES}\n{SEEN_BY_HOOKS}")
+
+
+class Mode(TorchFunctionMode):
+    """Function mode that changes nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_repetition_by_another_library_is_an_error():
+    """A square weight has the same shape as its transposition, which `F.linear` saves."""
+    linear, x = nn.Linear(256, 256), torch.randn(400, 256, requires_grad=True)
+    with Mode():
+        out = checkpoint(functools.partial(linear_engine.project, linear), x, use_reentrant=False)
+    with pytest.raises(CheckpointError):
+        out.sum().backward()

@@ -17,7 +17,7 @@ from functools import partial, wraps
 from itertools import count
 from types import MethodType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 import torch.nn.functional as F
@@ -83,14 +83,13 @@ class Acceleration:
     Attributes:
         is_active: True until `restore` is called.
         number: number of the acceleration, unique among all.
-        patches: context in which calls of SDPA are intercepted.
+        linear_modules: the modules whose linear map is accelerated.
         linear_calls: number of calls of linear maps, by the library that computed them and the reason. Empty if they
             are left to torch.
     """
 
-    patches = sdpa_patches
-
     def __init__(self, model: nn.Module, *, linear: bool = False) -> None:
+        self.linear_modules: WeakSet[nn.Module] = WeakSet()
         self.linear_calls: Counter[LinearChoice] = Counter()
         self._modules = {path: type(module) for path, module in model.named_modules()}
         self._order = {path: index for index, path in enumerate(self._modules)}
@@ -100,6 +99,11 @@ class Acceleration:
         self._lock = threading.Lock()
         self.is_active, self.number = True, next(_NUMBERS)
         self._remove = finalize(model, _install(model, self, linear=linear).close)
+
+    @property
+    def patches(self) -> Patches:
+        """Context in which calls of SDPA, of torch's layers and of linear maps are intercepted."""
+        return layer_patches
 
     def __enter__(self) -> "Acceleration":
         return self
@@ -233,7 +237,6 @@ def _install(model: nn.Module, acceleration: Acceleration, *, linear: bool) -> E
     memory.
     """
     with ExitStack() as stack:
-        stack.enter_context(sdpa_patches)
         stack.enter_context(layer_patches)
         register_operator()
         for path, module in marked_modules(model):
@@ -247,6 +250,7 @@ def _install(model: nn.Module, acceleration: Acceleration, *, linear: bool) -> E
             stack.callback(_with_linear.discard, acceleration.number)
             for path, module in model.named_modules():
                 if type(module) in PLAIN_LINEAR:
+                    acceleration.linear_modules.add(module)
                     stack.callback(accelerate_layer(module, acceleration, path))
         return stack.pop_all()
 
@@ -438,8 +442,8 @@ def _replacements_for_layers() -> Iterator[Replacement]:
         yield Replacement(nn.Linear, "forward", _forward_of_linear)
 
 
-layer_patches = Patches(_replacements_for_layers)
-"""Context in which accelerated layers of torch have a `forward` of their own."""
+layer_patches = Patches(_replacements_for_layers, sdpa_patches)
+"""Context in which calls of SDPA are intercepted, and accelerated layers of torch have a `forward` of their own."""
 
 
 # -- linear maps -------------------------------------------------------------------------------------------------------
@@ -458,15 +462,30 @@ def _forward_of_linear(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
         is_accelerated = type(self) in PLAIN_LINEAR and any(number in _with_linear for number in running)
         if is_accelerated and is_compiled_by_onednn(input, self.weight):
             return by_onednn(input, self.weight, self.bias)
-    elif _recorders and (recorders := _recorders.get(self)):
-        parameters: dict[str, Any] = self._parameters  # reading from here takes less time than reading an attribute
-        are_registered = "weight" in parameters and "bias" in parameters
-        weight, bias = (parameters["weight"], parameters["bias"]) if are_registered else (self.weight, self.bias)
+    elif recorders := _recorders_of(self):
+        attributes = vars(self)
+        parameters = attributes["_parameters"]  # reading from here takes less time than reading an attribute
+        if "weight" in parameters and "bias" in parameters and attributes.keys().isdisjoint(("weight", "bias")):
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:
+            weight, bias = self.weight, self.bias
         choice = choice_of(input, weight, bias)
-        for recorder, _ in recorders:
-            recorder.record_linear(choice)
+        if not accelerated_modules.is_repeating:
+            for recorder in recorders:
+                recorder.record_linear(choice)
         return computed_by(choice.engine, input, weight, bias)
     return F.linear(input, self.weight, self.bias)
+
+
+def _recorders_of(linear: nn.Linear) -> list[CallRecorder]:
+    """Return the recorders of the accelerations that include a linear map now. In a backward pass there are none,
+    except while activation checkpointing repeats a part of a forward pass: then they are those of that forward pass.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return [recorder for recorder, _ in _recorders.get(linear, ())] if _recorders else []
+    if not accelerated_modules.is_repeating:
+        return []
+    return [module.recorder for module in accelerated_modules.running if linear in module.recorder.linear_modules]
 
 
 FORWARDS.add(_forward_of_linear)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -61,12 +62,16 @@ class CallRecorder(Protocol):
     Attributes:
         is_active: False once the acceleration has ended.
         number: number of the acceleration, unique among all.
-        patches: context in which calls of SDPA are intercepted.
+        linear_modules: the modules whose linear map is accelerated.
     """
 
     is_active: bool
     number: int
-    patches: Patches
+    linear_modules: WeakSet[nn.Module]
+
+    @property
+    def patches(self) -> Patches:
+        """Context in which the calls of accelerated modules are intercepted."""
 
     def on_start(self, path: str) -> None:
         """Record that the module at `path` of the accelerated model ran."""

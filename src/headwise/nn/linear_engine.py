@@ -295,17 +295,21 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
     """Save the tensors for the backward pass of `headwise::linear`: x if the weight needs a gradient, and the weight if
     x needs one.
+
+    The first one is empty. Activation checkpointing uses tensors of a second forward pass. Were `F.linear` called there
+    instead, it would save the transposed weight, which may have the same shape. Checkpointing compares shapes, and so
+    raises an error.
     """
     x, weight, _ = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+    ctx.save_for_backward(x.new_empty(0), x if needs_weight else None, weight if needs_x else None)
 
 
 def _backward(ctx: Any, upstream: Float[Tensor, "*tokens out"]) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weight and bias, each None if it is not needed, from the gradient of the output,
     `upstream`.
     """
-    x, weight = ctx.saved_tensors
+    _, x, weight = ctx.saved_tensors
     rows = _rows(upstream)
     x_gradient = weight_gradient = bias_gradient = None
     if weight is not None:
@@ -402,6 +406,8 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
             or attributes["_backward_hooks"]
             or attributes["_backward_pre_hooks"]
             or "forward" in attributes
+            or "weight" in attributes
+            or "bias" in attributes
             or "_compiled_call_impl" in attributes
         ):
             return None
@@ -513,7 +519,7 @@ def choice_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
     """Return the library that computes x weight^T + bias in place of `F.linear` (torch, oneDNN or headwise's native
     kernel), and the reason.
     """
-    if not (type(x) is Tensor and x.is_cpu):
+    if not (type(x) is Tensor and x.is_cpu and not x.is_nested):
         return NOT_PLAIN
     if torch._C._is_tracing():  # tracing would record the sizes that are read below
         return LinearChoice("torch", "torch traces the call")
