@@ -1,10 +1,10 @@
-"""Time of encoders under `hw.accelerate(model, linear=True)`, against plain torch, torch.compile and other runtimes.
+"""Time of encoders under `hw.accelerate`, against plain torch, torch.compile and other runtimes.
 
 Regime: MiniLM (6 layers), and with random weights ModernBERT-base, ViT-B/16 and the encoder of Whisper-base; float32
 and bfloat16; no gradients, cache or padding. Text encoders read (batch, tokens) = (1, 32), (1, 128), (8, 128), (1, 512)
 and (8, 512), with an attention mask of ones. ViT reads 1 and 8 pictures, and Whisper 30 seconds of sound. The length of
-a regime is the number of tokens, patches or frames. Pooling layers are left out. Batches of 8 x 512 tokens have
-`--long-rounds` rounds. A quick run has MiniLM in float32.
+a regime is the number of hidden states of a sequence. Pooling layers are left out. Batches of 8 x 512 tokens are timed
+in as many rounds as `--long-rounds` states. A quick run has MiniLM in float32.
 
 The other runtimes are ONNX Runtime and OpenVINO. All contestants use as many threads as torch. All peers except plain
 torch are compiled for the one input shape of a regime, which favours them: an accelerated model accepts any shape. ONNX
@@ -13,8 +13,9 @@ float32, and computes in bfloat16.
 
 Each output is first compared with that of the model in float64. The error of the accelerated model may be at most twice
 that of the plain one. A peer that fails, or whose result is wrong, is left out and named. All contestants are timed in
-the same rounds, while the accelerated copy of the model is active. The row of the fastest peer compares it with the
-faster one of the accelerated copy and the same copy under torch.compile.
+the same rounds, while the accelerated copy of the model is active; each `nn.Linear` of plain torch then takes about a
+microsecond longer. The row of the fastest peer compares it with the faster one of the accelerated copy and the same
+copy under torch.compile.
 
     python -m benchmarks.models [--quick] [--rounds N] [--only "(1, 512"]
 """
@@ -87,7 +88,7 @@ def inputs_of(config: Any, regime: Regime) -> dict[str, Tensor]:
 
 
 class Encoder(nn.Module):
-    """A model as a function of tensors, which are its arguments of the given names."""
+    """A model that is called with tensors by position; `names` are the names of the model's arguments in this order."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]):
         super().__init__()
@@ -104,7 +105,7 @@ def converted(inputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...
 
 
 def by_torch(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Contestant:
-    """Return the contestant for a module or a compiled module."""
+    """Return the contestant that calls `function`, a module or a compiled module, with the inputs."""
     return Contestant(lambda: function(*inputs), lambda out: {"out": out})
 
 
@@ -157,7 +158,7 @@ def compare(comparison: Comparison, name: str, model: nn.Module, regime: Regime)
         OPENVINO: lambda *_: by_openvino(encoder, inputs, regime.dtype),
     }
     timed = {}
-    with hw.accelerate(twin, linear=True):
+    with hw.accelerate(twin):
         plain = {"out": encoder(*inputs)}
         for ours, function in {OURS: twin, OURS_COMPILED: torch.compile(twin, **compiler)}.items():
             contestant = by_torch(function, inputs)

@@ -236,7 +236,7 @@ def reader(tmp_path, monkeypatch, request):
 
 
 PAGES = (
-    *("accelerate", "backends", "convert", "distances", "gates", "gpu", "importance", "in-context", "masks"),
+    *("accelerate", "backends", "convert", "cpu", "distances", "gates", "gpu", "importance", "in-context", "masks"),
     *("positions", "profile", "roles", "study", "watch"),
 )
 """Pages whose examples run as they stand, with small models. Other tests run the examples of the other pages."""

@@ -53,16 +53,18 @@ MOST_STEP_ROWS = 8
 """
 
 FEWEST_NATIVE_QUERIES = 128
-"""Number of queries from which the native kernels are as fast as torch's or faster on every processor."""
+"""Number of queries from which the native kernels are as fast as torch's or faster on every processor. `accelerate`
+requires more queries on some processors (`SMALLEST_QUERIES`).
+"""
 
 FEWEST_NATIVE_QUERIES_WHERE_TORCH_IS_SLOW = 32
-"""The same with gradients in bfloat16, where torch's backward pass is slow, and with dropout, for which torch keeps the
-whole matrix.
+"""Number of queries from which they are faster with gradients in bfloat16, where torch's backward pass is slow, and
+with dropout, for which torch keeps the whole matrix.
 """
 
 FEWEST_NATIVE_QUERIES_WITH_AVX512 = {torch.float32: (32, 64), torch.bfloat16: (1, 16)}
-"""The same where the native kernels use AVX-512 and MKL, with which torch computes float32 products, does not: for each
-dtype, without and with gradients.
+"""Numbers of queries, without and with gradients, from which they are faster on processors where they use AVX-512 and
+MKL, the library of torch for float32 products, does not. Both dtypes were measured on such processors.
 """
 
 WIDEST_FLOAT32_HEAD = 128
@@ -224,8 +226,8 @@ def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
     problem; None if they are not. `hides_nothing` is True if torch's kernel computes no score that the mask hides.
 
     In the measurements (docs/lab-notes.md) the native kernels took at most about 1.1 times as long as torch's on every
-    instruction set, and mostly less, with two exceptions. With few queries, the work for each block of the native
-    kernels, which has up to 64 rows, takes longer than it saves; only the few rows of a decoding step have kernels of
+    instruction set, and mostly less, with two exceptions. With few queries, preparing a block of the native kernels,
+    which has up to 64 rows, takes longer than the kernels save; only the few rows of a decoding step have kernels of
     their own. And the tiles of wide heads in float32 do not fit into the first-level cache.
     """
     width = max(problem.q.shape[-1], problem.v.shape[-1])

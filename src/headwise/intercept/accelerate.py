@@ -190,8 +190,8 @@ def accelerate(model: Any, *, linear: bool = True) -> Acceleration:
     calls. The acceleration ends with its method `restore`, or at the end of a `with` statement.
 
     The model computes the same output and gradients, up to rounding, with its own masks and weights. Other calls are
-    unchanged: the same function of torch receives the same arguments. Those are attention calls with dropout, with a
-    bias, on a GPU, in half precision, and calls in exported programs. In a model that `torch.compile` compiles
+    unchanged: the same function of torch receives the same arguments. Examples are attention calls with dropout, with a
+    bias, on a GPU or in float16, and calls in exported programs. In a model that `torch.compile` compiles
     afterwards, the compiled code calls the kernels. Parameters, config and state dict of the model are unchanged, and
     copies of it are not accelerated. No copies of weights are kept.
 
@@ -345,7 +345,7 @@ _recorders: WeakKeyDictionary[nn.Module, list[tuple[CallRecorder, str]]] = WeakK
 
 
 def accelerate_layer(layer: nn.Module, recorder: CallRecorder, path: str) -> Callable[[], None]:
-    """Let headwise compute the attention of one of torch's own layers, such as `nn.MultiheadAttention`, and report its
+    """Let headwise compute one of torch's own layers, such as `nn.MultiheadAttention` or `nn.Linear`, and report its
     calls to `recorder` under `path`. Return a function that ends this.
     """
     _recorders[layer] = [*_recorders.get(layer, []), (recorder, path)]
@@ -452,7 +452,7 @@ PLAIN_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 """Classes of the modules whose linear map may be computed by another library. Subclasses may compute something else."""
 
 
-@wraps(LINEAR_FORWARD)  # whose code torch.jit reads
+@wraps(LINEAR_FORWARD)  # so that torch.jit.script reads torch's own code
 def _forward_of_linear(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
     """Replacement of the method `forward` of `nn.Linear`. In modules of accelerated models, the fastest library for the
     input computes the linear map. Other modules, also those of subclasses, have torch's method.
@@ -478,8 +478,9 @@ def _forward_of_linear(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
 
 
 def _recorders_of(linear: nn.Linear) -> list[CallRecorder]:
-    """Return the recorders of the accelerations that include a linear map now. In a backward pass there are none,
-    except while activation checkpointing repeats a part of a forward pass: then they are those of that forward pass.
+    """Return the recorders of the active accelerations that contain the module `linear`. In a backward pass there are
+    none, except while activation checkpointing repeats a part of a forward pass: then the recorders of that forward
+    pass are returned.
     """
     if torch._C._current_graph_task_id() == -1:
         return [recorder for recorder, _ in _recorders.get(linear, ())] if _recorders else []

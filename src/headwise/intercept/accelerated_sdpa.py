@@ -445,8 +445,9 @@ def _why_not_mask(call: SDPACall, mask: Tensor) -> str | None:
 
 
 SMALLEST_QUERIES = {torch.float32: 512, torch.bfloat16: 1024}
-"""Number of queries from which the native kernels are expected to be faster than torch's where MKL, with which torch
-computes float32 products, uses AVX-512. By dtype; measured with SmolLM2 on a processor with AMX (docs/lab-notes.md).
+"""Number of queries, for each dtype, from which the native kernels are expected to be faster than torch's kernel where
+MKL, the library of torch for float32 products, may use AVX-512. It was measured with SmolLM2 on a processor with AMX
+(docs/lab-notes.md).
 """
 
 
@@ -463,5 +464,7 @@ def _why_slower(problem: Problem, hides_nothing: bool) -> str | None:
 
 @called_by_compiler
 def _may_be_slow_for_few_queries() -> bool:
-    """Return True if torch may be as fast for queries fewer than `SMALLEST_QUERIES` on this processor."""
+    """Return True if, for fewer queries than `SMALLEST_QUERIES`, torch may be as fast as the native kernels on this
+    processor.
+    """
     return library.mkl_uses_avx512() is not False

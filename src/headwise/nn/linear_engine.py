@@ -1,17 +1,17 @@
 """Linear projections of the layers, computed by the faster engine: the module itself, oneDNN directly, or the native
 kernel of few rows.
 
-    float32     oneDNN where it has AVX-512 and MKL, torch's library, does not use it: on processors by AMD
+    float32     oneDNN for large products where it has AVX-512 and MKL, torch's library, does not use it: on processors
+                by AMD
     bfloat16    oneDNN for a projection with a bias, without gradients: `F.linear` computes this product with oneDNN
-                too, but writes the bias into the output before
+                too, but first writes the bias into the output
     few tokens  the native kernel, without gradients, where it was measured to be faster (`native_rule`)
 
 The choice depends on the instructions and the vendor of the processor, and on nothing that is timed. The other
 engines replace only the call of a plain `nn.Linear` on plain tensors. An `nn.Linear` with hooks, another module in its
-place, tensors of other types, and whatever torch traces, transforms or observes, are computed by
-calling the module. `hw.watch` and other contexts of headwise follow the functions of a model by a mode of torch: this
-mode receives a call of `F.linear`, and computes it by the same engine (`fastest_linear`). `explain_linear` states the
-choice.
+place, tensors of other types, and whatever torch traces, transforms or observes, are computed by calling the module.
+`hw.watch` and other contexts of headwise follow the functions of a model by a mode of torch: this mode receives a call
+of `F.linear`, and computes it by the same engine (`fastest_linear`). `explain_linear` states the choice.
 """
 
 import os
@@ -214,8 +214,8 @@ def gains(x: Tensor, weight: Tensor) -> bool:
 
 
 def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return True if headwise's native kernel for few tokens is the fastest way to compute the linear projection of x
-    by `weight` and `bias`.
+    """Return True if headwise's native kernel for few tokens is expected to be the fastest way to compute the linear
+    projection of x by `weight` and `bias`. Whether gradients are needed is not considered.
     """
     rule = native_rule(x.dtype)
     return (
@@ -296,9 +296,10 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor
     """Save the tensors for the backward pass of `headwise::linear`: x if the weight needs a gradient, and the weight if
     x needs one.
 
-    The first one is empty. Activation checkpointing uses tensors of a second forward pass. Were `F.linear` called there
-    instead, it would save the transposed weight, which may have the same shape. Checkpointing compares shapes, and so
-    raises an error.
+    An empty tensor is saved first, as a marker. Under activation checkpointing, the backward pass takes its tensors by
+    their position from a second forward pass. If `F.linear` were called there, it would save the transposed weight,
+    which has the same shape if the weight is square, and gradients would be wrong without notice. With the marker, the
+    shapes differ, so that checkpointing raises an error.
     """
     x, weight, _ = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -335,8 +336,8 @@ OF_THE_MODULE = "hooks, transforms and modes of torch receive the call of the mo
 """Reason for projections of which other code receives the call."""
 
 SMALLEST_BFLOAT16_WORK, SMALLEST_WITHOUT_AMX = 2**20, 2**25
-"""Number of multiplications below which the bias of a product in bfloat16 is left to torch: with the instructions AMX,
-and without them, where the product takes longer.
+"""Numbers of multiplications below which torch computes a product with a bias in bfloat16: the first with the
+instructions AMX, the second without them, where the bias takes a smaller share of the time.
 """
 
 LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
@@ -346,12 +347,12 @@ FORWARDS = {LINEAR_FORWARD}
 """Methods `forward` of `nn.Linear` that compute nothing but the linear map: torch's, and that of accelerated models."""
 
 FOLLOWING: set[type] = set()
-"""Classes by which headwise follows the functions of a model: of torch function modes that call `fastest_linear` in
-place of `F.linear`, and of the owners of hooks. A layer computes the same whether it is followed or not.
+"""Classes of headwise's own observers of a model: torch function modes that call `fastest_linear` in place of
+`F.linear`, and objects whose methods are registered as hooks. They do not change which engine computes a linear map.
 """
 
-_is_chosen: ContextVar[bool] = ContextVar("the library for a linear map is chosen", default=False)
-"""True while a mode of `FOLLOWING` is to compute `F.linear` by the fastest library."""
+_is_chosen: ContextVar[bool] = ContextVar("the engine of a linear map is chosen", default=False)
+"""True while an active mode whose class is in `FOLLOWING` is to compute `F.linear` by the fastest engine."""
 
 
 def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
@@ -463,8 +464,8 @@ def computed_by(engine: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _within_mode(function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
-    """Call a linear map, and return its result. A torch function mode that follows the model receives `F.linear`, and
-    the fastest library for its arguments computes it.
+    """Call `function`, which is a module or `F.linear`, while one of headwise's modes is active, and return its result.
+    The mode receives the call of `F.linear`, and lets the fastest engine compute it.
     """
     token = _is_chosen.set(True)
     try:
@@ -474,8 +475,8 @@ def _within_mode(function: Callable[..., Tensor], *args: Tensor | None) -> Tenso
 
 
 def fastest_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-    """Compute a call of `F.linear` that a torch function mode of `FOLLOWING` has received, and return its result:
-    by the library that is chosen for the module, or by torch in modules for which no library is chosen.
+    """Return the result of a call of `F.linear` that a mode of a class in `FOLLOWING` has received. If the call was
+    made by `_within_mode`, the fastest engine computes it; otherwise torch does.
     """
     if not _is_chosen.get():
         return LINEAR(input, weight, bias)
@@ -483,7 +484,7 @@ def fastest_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def _is_followed() -> bool:
-    """Return True if the only active mode of torch is one that calls `fastest_linear`."""
+    """Return True if the only active torch function mode is one that calls `fastest_linear`."""
     return torch._C._len_torch_function_stack() == 1 and type(torch._C._get_function_stack_at(0)) in FOLLOWING
 
 

@@ -106,7 +106,9 @@ def attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None] = (0
 
 
 def with_adjacent_columns(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return q, k and v as the native operators read them: the numbers of a row are adjacent in memory."""
+    """Return q, k and v as the native operators read them: the numbers of a row are adjacent in memory. Tensors with
+    gaps between these numbers are copied. Also register the number of operations for torch's counter, if it is active.
+    """
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         operators.register_flops()  # one of the modes may be torch's counter of operations
     return tuple(

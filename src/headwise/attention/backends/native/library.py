@@ -61,8 +61,8 @@ def instruction_set() -> str:
 @cache
 def mkl_uses_avx512() -> bool | None:
     """Return True if MKL, the library for float32 products in torch, is expected to use AVX-512 instructions: on Intel
-    processors that have them. Return None if torch has no MKL, or if the processor is unknown. Environment variables
-    that restrict MKL are not considered.
+    processors that have them. Return False on other processors, and None if torch has no MKL or the processor is
+    unknown. Environment variables that restrict MKL are not considered.
     """
     description = cpuinfo()
     if not torch.backends.mkl.is_available() or not description:  # type: ignore[no-untyped-call]

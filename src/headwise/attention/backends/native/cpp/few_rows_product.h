@@ -1,9 +1,9 @@
-// The linear map of a step of decoding: y = x W^T + b for a few rows of x. Each row of W is read once, and that takes
-// most of the time. The lanes of products are features, as in few_rows.h.
+// A linear map y = x W^T + b of few rows of x, as of a short text or a step of decoding. In a step of decoding, reading
+// W takes most of the time. Each lane of a vector holds another feature, as in few_rows.h.
 //
-// The numbers of a row are summed up in one order, whatever the number of rows, of tasks and of threads. Sums are
-// blocked: each lane adds up at most `kLaneSum` products, fewer where there are fewer lanes, then the lanes are added
-// to the total.
+// The products of each output are added in the same order, whatever the number of rows, of tasks and of threads. Sums
+// are blocked: each lane adds up at most `kLaneSum` products, fewer where there are fewer lanes, then the lanes are
+// added to the total.
 #pragma once
 #include "few_rows.h"
 #include "linear_map.h"
@@ -11,8 +11,8 @@
 namespace headwise::HEADWISE_ISA {
 
 constexpr int64_t kTaskNumbers = 1 << 15;   // numbers of W that are worth a task of their own
-constexpr int64_t kTaskRows = 32;           // rows of x that are, where W is so small that each task reads all of it
-constexpr int64_t kPrefetchedWidth = 1024;  // numbers of a row of W up to which the next rows fit the caches, too
+constexpr int64_t kTaskRows = 32;           // rows of x that are, where W is too small to be divided
+constexpr int64_t kPrefetchedWidth = 1024;  // widest rows of W that are prefetched; wider ones gained nothing
 constexpr int64_t kLaneSum = kLanes < 16 ? kSumLength<1> : kSumLength<2>;
 
 // Rows of W of each task: whole vectors of results.
@@ -30,8 +30,8 @@ class FewRowsProduct {
   explicit FewRowsProduct(const LinearMap& map)
       : map_(map), weight_(static_cast<const Element*>(map.weight)), x_(static_cast<const Element*>(map.x)) {}
 
-  // Compute the outputs `begin` to `end` of the rows `row` to `last` of x. The rows of W that come next are read from
-  // memory at the same time, one line in each step.
+  // Compute the outputs `begin` to `end` of the rows `row` to `last` of x. Meanwhile the next `kLanes` rows of W are
+  // prefetched, one cache line in each step; each of the first groups of four rows of x prefetches its share.
   void run(int64_t row, int64_t last, int64_t begin, int64_t end) const {
     constexpr int64_t kOutputs = kLanes / 4;
     const bool has_next = end + kLanes <= map_.out && map_.width <= kPrefetchedWidth;
