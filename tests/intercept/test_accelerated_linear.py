@@ -81,8 +81,9 @@ def test_outputs_and_gradients_are_the_models_own(engine, dtype):
             2 * max(error, torch.finfo(dtype).eps / 2) for error in errors([*plain, plain_output], [*exact, exact[0]])
         ]
         assert all(e <= most for e, most in zip(errors([*ours, output], [*exact, exact[0]]), allowed, strict=True))
-        assert sum(acceleration.linear_calls.values()) == 4
-        is_used = engine == "torch" or (engine == "native" and x.shape[1] < 9)
+        assert sum(acceleration.linear_calls.values()) == 4 or dtype == torch.bfloat16
+        is_used = engine == "native" and x.shape[1] < 9
+        is_used |= engine == "torch" and dtype == torch.float32
         is_used |= engine == "onednn" and x.shape[1] > 9 and dtype == torch.float32
         assert engine in engines_of(acceleration) or not is_used, str(acceleration)
 

@@ -43,6 +43,7 @@ from headwise.nn.linear_engine import (
     choice_of,
     computed_by,
     is_compiled_by_onednn,
+    is_left_to_torch,
 )
 
 FAST_PATH = "torch computes the whole layer in one function, which is as fast for short inputs, or has masks"
@@ -84,8 +85,8 @@ class Acceleration:
         is_active: True until `restore` is called.
         number: number of the acceleration, unique among all.
         linear_modules: the modules whose linear map is accelerated.
-        linear_calls: number of calls of linear maps, by the library that computed them and the reason. Empty if they
-            are left to torch.
+        linear_calls: number of calls of linear maps, by the library that computed them and the reason. Small ones in
+            bfloat16, which torch computes, are not counted. Empty if all are left to torch.
     """
 
     def __init__(self, model: nn.Module, *, linear: bool = False) -> None:
@@ -462,7 +463,7 @@ def _forward_of_linear(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
         is_accelerated = type(self) in PLAIN_LINEAR and any(number in _with_linear for number in running)
         if is_accelerated and is_compiled_by_onednn(input, self.weight):
             return by_onednn(input, self.weight, self.bias)
-    elif recorders := _recorders_of(self):
+    elif not is_left_to_torch(self, input) and (recorders := _recorders_of(self)):
         attributes = vars(self)
         parameters = attributes["_parameters"]  # reading from here takes less time than reading an attribute
         if "weight" in parameters and "bias" in parameters and attributes.keys().isdisjoint(("weight", "bias")):

@@ -536,6 +536,18 @@ def choice_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
     return choice if reason is None else LinearChoice("torch", reason)
 
 
+def is_left_to_torch(linear: nn.Linear, x: Tensor) -> bool:
+    """Return True if torch computes a linear map of x in bfloat16 because it is too small for oneDNN, and has too many
+    tokens for the native kernel. `choice_of` would state the same, but takes as long as another engine could save.
+    """
+    return (
+        type(x) is Tensor
+        and x.dtype is torch.bfloat16
+        and x.numel() * linear.out_features < _smallest_bfloat16_work()
+        and x.numel() // max(linear.in_features, 1) not in native_rule(torch.bfloat16).rows
+    )
+
+
 def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Return the reason that torch's `F.linear`, and not oneDNN, computes a linear projection of x. Return None if
     oneDNN is faster.
