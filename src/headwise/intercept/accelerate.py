@@ -2,9 +2,9 @@
 
 The attention modules of an accelerated model are marked while they run: by hooks, and in torch's own layers by their
 `forward`. Torch's `nn.TransformerEncoderLayer` has a faster path for short inputs, which it leaves if a module inside
-of it has hooks. It and `nn.MultiheadAttention` therefore have none. Their `forward`, looked up in an accelerated layer,
-is one that leaves the path only where the native kernels are faster. The `forward` of an accelerated `nn.Linear` is one
-that chooses the library for each input. Other layers, also copies, keep torch's.
+of it has hooks. It and `nn.MultiheadAttention` therefore have none. In accelerated layers, another `forward` takes the
+place of theirs, and leaves the path only where the native kernels are faster. In an accelerated `nn.Linear`, another
+`forward` chooses the engine for each input. Other layers, also copies, keep torch's `forward`.
 """
 
 import inspect
@@ -85,11 +85,11 @@ class Acceleration:
         is_active: True until `restore` is called.
         number: number of the acceleration, unique among all.
         linear_modules: the modules whose linear map is accelerated.
-        linear_calls: number of calls of linear maps, by the library that computed them and the reason. Small ones in
+        linear_calls: number of calls of linear maps, by the engine that computed them and the reason. Small ones in
             bfloat16, which torch computes, are not counted. Empty if all are left to torch.
     """
 
-    def __init__(self, model: nn.Module, *, linear: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, linear: bool) -> None:
         self.linear_modules: WeakSet[nn.Module] = WeakSet()
         self.linear_calls: Counter[LinearChoice] = Counter()
         self._modules = {path: type(module) for path, module in model.named_modules()}
@@ -133,7 +133,7 @@ class Acceleration:
             self._counts[path, reason] += 1
 
     def record_linear(self, choice: LinearChoice) -> None:
-        """Count one call of a linear map, which the library in `choice` computes."""
+        """Count one call of a linear map, which the engine in `choice` computes."""
         with self._lock:
             self.linear_calls[choice] += 1
 
@@ -181,7 +181,7 @@ class Acceleration:
 
 
 ENGINES = {"torch": "torch", "onednn": "oneDNN", "native": "the native kernel"}
-"""Names, for a summary, of the libraries that compute linear maps."""
+"""Names, for a summary, of the engines that compute linear maps."""
 
 
 def accelerate(model: Any, *, linear: bool = True) -> Acceleration:
@@ -450,12 +450,12 @@ layer_patches = Patches(_replacements_for_layers, sdpa_patches)
 # -- linear maps -------------------------------------------------------------------------------------------------------
 
 PLAIN_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
-"""Classes of the modules whose linear map may be computed by another library. Subclasses may compute something else."""
+"""Classes of the modules whose linear map may be computed by another engine. Subclasses may compute something else."""
 
 
 @wraps(LINEAR_FORWARD)  # so that torch.jit.script reads torch's own code
 def _forward_of_linear(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
-    """Replacement of the method `forward` of `nn.Linear`. In modules of accelerated models, the fastest library for the
+    """Replacement of the method `forward` of `nn.Linear`. In modules of accelerated models, the fastest engine for the
     input computes the linear map. Other modules, also those of subclasses, have torch's method.
     """
     if torch.compiler.is_compiling():

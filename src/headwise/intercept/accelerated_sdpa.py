@@ -82,7 +82,7 @@ class CallRecorder(Protocol):
         """
 
     def record_linear(self, choice: LinearChoice) -> None:
-        """Count one call of a linear map, which the library in `choice` computes."""
+        """Count one call of a linear map, which the engine in `choice` computes."""
 
 
 class RunningModule(NamedTuple):

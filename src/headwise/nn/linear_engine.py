@@ -40,7 +40,7 @@ every processor. Both switch the native kernel off. It is read by the first proj
 
 
 class LinearChoice(NamedTuple):
-    """Choice of the library (engine) that computes a linear projection, with the reason for this choice.
+    """Choice of the engine (library) that computes a linear projection, with the reason for this choice.
 
     Attributes:
         engine: "torch", "onednn" or "native".
@@ -68,7 +68,7 @@ class NativeRule(NamedTuple):
 
 @cache
 def engine_of(dtype: torch.dtype) -> LinearChoice:
-    """Return the library that computes ordinary linear projections in `dtype` on this processor, torch or oneDNN, with
+    """Return the engine that computes ordinary linear projections in `dtype` on this processor, torch or oneDNN, with
     the reason.
 
     As measured in float32 (docs/lab-notes.md), oneDNN with AVX-512 takes about half the time of MKL without, and with
@@ -421,7 +421,7 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
 
 
 def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
-    """Return `linear(x)`, computed by the library that is chosen for this input: torch, oneDNN or headwise's native
+    """Return `linear(x)`, computed by the engine that is chosen for this input: torch, oneDNN or headwise's native
     kernel.
     """
     if torch.compiler.is_compiling():
@@ -453,7 +453,7 @@ def is_compiled_by_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def computed_by(engine: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias, computed by the library that `choice_of` names: torch, oneDNN or the native kernel."""
+    """Return x weight^T + bias, computed by the engine that `choice_of` names: torch, oneDNN or the native kernel."""
     if engine != "torch" and torch._C._len_torch_function_stack():
         return _within_mode(F.linear, x, weight, bias)
     if engine == "native":
@@ -489,7 +489,7 @@ def _is_followed() -> bool:
 
 
 def explain_linear(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> LinearChoice:
-    """Return which library computes the projection `linear(x)` inside a layer of headwise ("torch", "onednn", or
+    """Return which engine computes the projection `linear(x)` inside a layer of headwise ("torch", "onednn", or
     "native" for headwise's own kernel), and the reason.
 
     Example:
@@ -507,7 +507,7 @@ def explain_linear(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Line
 
 
 def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
-    """Return the library that computes the projection `linear(x)` (torch, oneDNN or headwise's native kernel), and the
+    """Return the engine that computes the projection `linear(x)` (torch, oneDNN or headwise's native kernel), and the
     reason. `weight` and `bias` are the parameters of `linear`.
     """
     choice = choice_of(x, weight, bias)
@@ -517,7 +517,7 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def choice_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
-    """Return the library that computes x weight^T + bias in place of `F.linear` (torch, oneDNN or headwise's native
+    """Return the engine that computes x weight^T + bias in place of `F.linear` (torch, oneDNN or headwise's native
     kernel), and the reason.
     """
     if not (type(x) is Tensor and x.is_cpu and not x.is_nested):
