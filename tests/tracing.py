@@ -15,6 +15,7 @@ import time
 import traceback
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import ClassVar
 
 from filelock import FileLock
 
@@ -26,6 +27,8 @@ class TracingServer:
         folder: folder that the workers of one test run share.
         process: id of the process at whose end the server ends.
     """
+
+    _server: ClassVar[subprocess.Popen[bytes]]
 
     def __init__(self, folder: Path, process: int):
         self._folder, self._process = folder, process
@@ -49,7 +52,8 @@ class TracingServer:
                 environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
                 command = [sys.executable, "-W", "ignore", __file__, address, str(self._process)]
                 with log.open("w") as output:
-                    self._server = subprocess.Popen(
+                    # The class keeps the process, which other workers may still need when the object is freed.
+                    TracingServer._server = subprocess.Popen(
                         command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
                     )
                 while not address.exists():

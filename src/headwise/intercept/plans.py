@@ -31,7 +31,7 @@ each attention call with its module, function, heads and features.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sized
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from math import prod
 from numbers import Number
@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.interceptor import InputSources, SiteKey
 from headwise.intercept.trace.functions import READINGS, are_nested_deeply, is_sized_by_numbers, tensors_among
+from headwise.intercept.trace.modules import RunningModule
 from headwise.intercept.trace.tokens import ComparedTokens, LinearMapCall, NumberedTokens
 from headwise.intercept.unreadable_tensors import has_no_numbers
 from headwise.shapes import Int
@@ -751,7 +752,7 @@ class LoggedFunction(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
-    module_calls: list[Any]
+    module_calls: list[RunningModule]
 
 
 class Following:
@@ -769,7 +770,6 @@ class Following:
     Attributes:
         given: the inputs of the model.
         plan: the plan that is followed.
-        attended: running modules at each attention call so far.
         is_contradicted: True if the call has taken another step than the plan states.
         log: functions that the model called before it first attended.
         skipped: paths of modules whose calls need not be followed: after the first attention call, those without
@@ -788,7 +788,6 @@ class Following:
         self.plan, self._steps = plans[0], Steps(given, with_sizes=key.cached > 0)
         self._step = self._call = 0
         self._ran: list[str] = []
-        self.attended: list[list[Any]] = []
         self.is_contradicted = False
         self.log: list[LoggedFunction] = []
         self.skipped: frozenset[str] = frozenset()
@@ -837,7 +836,12 @@ class Following:
         return Recording(self._key, self._states, self._steps, self.plan.steps[: self._step - 1], self._ran)
 
     def on_result(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, modules: Any
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        modules: Sequence[RunningModule],
     ) -> None:
         """Record the `result` of a torch function that is a step of the plan (stored steps and attention of the model).
         `modules` are the running module calls.

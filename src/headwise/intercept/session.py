@@ -76,6 +76,7 @@ class Session(Trace):
         is_paused: True while an attention call is being answered, so that calls made for that are not intercepted.
         only_interceptor: the one interceptor that calls are reported to; None for all.
         following: the plan that the running call of a model follows, without `torch_mode`; None while calls are traced.
+        attended: running module calls at each attention call so far of a call that follows a plan.
         recomputed: while activation checkpointing repeats part of a forward pass, the interceptions of that forward
             pass, which are then the only ones; otherwise None.
     """
@@ -89,6 +90,7 @@ class Session(Trace):
         self.is_paused: bool = False if before is None else before.is_paused
         self.only_interceptor: Interceptor | None = None if before is None else before.only_interceptor
         self.following: Following | None = None
+        self.attended: list[list[ModuleCall]] = []
         self.recomputed: tuple[Interception, ...] | None = None if before is None else before.recomputed
         self._before = before
 
@@ -166,7 +168,7 @@ class Session(Trace):
         if self.following is None:  # also if the plan was left just now
             recording = self.module_calls[0].recording
             return Step(None if recording is None else recording.on_attention(path, facts, (q, k, v)), None)
-        self.following.attended.append(self.module_calls[:])
+        self.attended.append(self.module_calls[:])
         if planned is None:
             self.report_contradiction()
             return None
@@ -176,10 +178,9 @@ class Session(Trace):
         """Report to the interceptors that attention is not read in the modules that attended in the running call of the
         model. The reason is that this call has contradicted its plan (facts about the attention of an earlier call).
         """
-        attended = [] if self.following is None else self.following.attended
-        for module_calls in attended:
+        for module_calls in self.attended:
             report_unreadable(module_calls, OTHER_WAY)
-        attended.clear()
+        self.attended.clear()
 
     def origins_of(self, q: Tensor, k: Tensor, v: Tensor) -> CallOrigins | None:
         """Return the origins of the queries, keys and values of an attention call: the tensors on which they depend.

@@ -1,5 +1,6 @@
 """Torch function mode that sees the functions by which an intercepted model computes attention."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from headwise.intercept.adapters.sdpa import intercepted_sdpa
 from headwise.intercept.adapters.torch_layers import TORCH_ATTENTION, torch_attention
 from headwise.intercept.adapters.torch_operators import OPERATORS, read
 from headwise.intercept.fused_functions import report_fused
-from headwise.intercept.module_call import ModuleCall, must_trace, report_unreadable
+from headwise.intercept.module_call import must_trace, report_unreadable
 from headwise.intercept.patches import OPERATORS as OTHER_OPERATORS
 from headwise.intercept.patches import SDPA, torchs_own
 from headwise.intercept.plans import OTHER_WAY, Following
 from headwise.intercept.session import Session, current_session
 from headwise.intercept.trace.axes import VIEWS_IN_PLACE
 from headwise.intercept.trace.functions import QUERIES, FunctionCall, share_memory
+from headwise.intercept.trace.modules import RunningModule
 from headwise.intercept.trace.outputs import after_function, before_function, lose_outputs
 from headwise.intercept.trace.scores import EXPONENTIALS, contracted, follow_places, follow_scores, written_softmax
 from headwise.intercept.trace.state import CURRENT
@@ -174,7 +176,7 @@ def _not_in_place(call: FunctionCall) -> FunctionCall:
     return FunctionCall(function, (before, *call.args[1:]), call.kwargs)
 
 
-def _take_note(call: FunctionCall, result: Any, module_calls: list[ModuleCall]) -> None:
+def _take_note(call: FunctionCall, result: Any, module_calls: Sequence[RunningModule]) -> None:
     """Record the sources (tensors on which it depends), the tokens and the token ids of the `result` of a function
     call.
     """
