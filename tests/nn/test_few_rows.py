@@ -1,4 +1,4 @@
-"""The native kernel of linear projections of few tokens: accuracy, special numbers, layouts, and its choice."""
+"""The native kernels of linear projections: accuracy, special numbers, layouts, and the choice for few tokens."""
 
 import inspect
 
@@ -26,9 +26,9 @@ def rule(monkeypatch):
     monkeypatch.setattr(linear_engine, "native_rule", lambda _: linear_engine.NativeRule(range(1, 9), 0, "a test"))
 
 
-def few_rows(x, weight, bias=None):
-    """Return the result of the kernel."""
-    return torch.ops.headwise.linear_few_rows(x, weight, bias)
+def native(x, weight, bias=None):
+    """Return the result of the kernels."""
+    return torch.ops.headwise.linear_map(x, weight, bias)
 
 
 def tensors(rows, width, out, dtype):
@@ -46,7 +46,7 @@ def test_error_is_at_most_twice_that_of_torch(dtype, width, with_bias):
     for rows in ROWS:
         x, weight, bias = tensors(rows, width, 517, dtype)
         bias = bias if with_bias else None
-        ours, plain = few_rows(x, weight, bias), F.linear(x, weight, bias)
+        ours, plain = native(x, weight, bias), F.linear(x, weight, bias)
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         error, allowed = (ours - exact).abs(), (plain - exact).abs()
         assert error.square().mean().sqrt() <= 2 * allowed.square().mean().sqrt()
@@ -64,22 +64,23 @@ def test_odd_sizes_against_whole_numbers(dtype, sizes, with_bias):
         )
         bias = bias if with_bias else None
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        assert torch.equal(few_rows(x, weight, bias), exact.to(dtype))
+        assert torch.equal(native(x, weight, bias), exact.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "out"), [(1031, 517), (130, 66)])  # of several tasks, and of tasks of rows
 def test_bits_depend_on_no_other_row_and_not_on_threads(dtype, width, out):
-    x, weight, bias = tensors(101, width, out, dtype)
+    x, weight, bias = tensors(1001, width, out, dtype)
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        all_rows = few_rows(x, weight, bias)
-        torch.set_num_threads(3)
-        for rows in (*range(1, 9), 37, 101):
-            assert torch.equal(few_rows(x[:rows], weight, bias), all_rows[:rows])
-            assert torch.equal(few_rows(x[101 - rows :], weight, bias), all_rows[101 - rows :])
-        assert torch.equal(few_rows(x, weight[:9], bias[:9]), all_rows[:, :9])
+        for most, fewer in ((23, (*range(1, 9), 23)), (1001, (24, 37, 192, 1001))):  # of the two kernels of float32
+            torch.set_num_threads(1)
+            all_rows = native(x[:most], weight, bias)
+            torch.set_num_threads(3)
+            for rows in fewer:
+                assert torch.equal(native(x[:rows], weight, bias), all_rows[:rows])
+                assert torch.equal(native(x[most - rows : most], weight, bias), all_rows[most - rows :])
+            assert torch.equal(native(x[:most], weight[:9], bias[:9]), all_rows[:, :9])
     finally:
         torch.set_num_threads(threads)
 
@@ -91,7 +92,7 @@ def test_special_numbers_reach_the_results_that_they_reach_in_torch(dtype, speci
     inputs = tensors(3, 67, 21, dtype)
     inputs[where].view(-1)[-2] = special
     inputs[1][4] = 0.0
-    ours, exact = few_rows(*inputs), F.linear(*(each.double() for each in inputs)).to(dtype)
+    ours, exact = native(*inputs), F.linear(*(each.double() for each in inputs)).to(dtype)
     torch.testing.assert_close(ours, exact, equal_nan=True, rtol=2e-2, atol=1e-2)
     assert torch.equal(ours.isnan(), F.linear(*inputs).isnan())
 
@@ -100,13 +101,32 @@ def test_special_numbers_reach_the_results_that_they_reach_in_torch(dtype, speci
 @pytest.mark.parametrize("sizes", [(0, 5, 3), (3, 5, 0), (2, 0, 3)])
 def test_empty_tensors(dtype, sizes):
     inputs = tensors(*sizes, dtype)
-    assert torch.equal(few_rows(*inputs), F.linear(*inputs))
+    assert torch.equal(native(*inputs), F.linear(*inputs))
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, (70, 300)])
+@pytest.mark.parametrize("rows", [1, 7, 30, 1201])
+@pytest.mark.parametrize("layout", ["transposed", "with gaps"])
+def test_matrices_of_any_layout(sizes, rows, layout):
+    """The gradients of a linear map are products of transposed matrices."""
+
+    def laid_out(matrix, gap):
+        stored = torch.full((matrix.shape[0] + gap, matrix.shape[1] + gap), float("nan"))
+        stored = stored.t().contiguous().t() if layout == "transposed" else stored
+        return stored[gap:, gap:].copy_(matrix)
+
+    x, weight = (torch.randint(-2, 3, shape).float() for shape in ((rows, sizes[0]), sizes[::-1]))
+    exact = x @ weight.t()
+    for gap in (0, 3):
+        for each in (x, laid_out(x, gap)):
+            assert torch.equal(native(each, laid_out(weight, gap)), exact)
+        assert torch.equal(native(laid_out(x, gap), weight), exact)
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 7), (2, 1, 7), (1, 2, 3, 7)])
 def test_leading_axes_are_free(shape):
     x, weight = torch.randn(shape), torch.randn(3, 7)
-    y = few_rows(x, weight)
+    y = native(x, weight)
     assert y.is_contiguous()
     torch.testing.assert_close(y, F.linear(x, weight))
 
@@ -114,8 +134,10 @@ def test_leading_axes_are_free(shape):
 def test_other_tensors_are_refused():
     x, weight, bias = tensors(2, 8, 6, torch.float32)
     for inputs in (
-        (x[:, ::2], weight[:, :4].contiguous(), bias),
-        (x, torch.randn(8, 6).t(), bias),
+        (x[None, :, ::2], weight[:, :4].contiguous(), bias),
+        (x, torch.randn(12, 16)[::2, ::2], bias),
+        (x.bfloat16()[:, ::2], weight[:, :4].bfloat16(), bias.bfloat16()),
+        (x.bfloat16(), torch.randn(8, 6).bfloat16().t(), bias.bfloat16()),
         (x, weight, torch.randn(12)[::2]),
         (x, weight.bfloat16(), bias),
         (x.double(), weight.double(), bias.double()),
@@ -123,14 +145,14 @@ def test_other_tensors_are_refused():
         (x[:, :7].contiguous(), weight, bias),
     ):
         with pytest.raises(RuntimeError):
-            few_rows(*inputs)
+            native(*inputs)
 
 
 def test_torchs_checks_of_operators():
     x, weight, bias = tensors(2, 7, 3, torch.float32)
     for inputs in ((x, weight, bias), (x[None], weight, None)):
         torch.library.opcheck(
-            torch.ops.headwise.linear_few_rows.default, inputs, test_utils=("test_schema", "test_faketensor")
+            torch.ops.headwise.linear_map.default, inputs, test_utils=("test_schema", "test_faketensor")
         )
 
 
@@ -153,7 +175,7 @@ def test_the_measured_rules(monkeypatch):
     assert rule(bfloat16, "avx2") == (range(1, 9), 0)
     assert rule(float32, "avx512", cpuinfo=intel) == (range(4, 9), 2**19)
     assert rule(float32, "avx2") == (range(2, 9), 2**16)
-    assert rule(float32, "avx512") == rule(float32, "avx512_bf16") == (range(1, 193), 2**13)
+    assert rule(float32, "avx512") == rule(float32, "avx512_bf16") == (range(0), 0)  # all numbers of tokens are native
     for dtype, *others in ((bfloat16, "portable"), (float32, "portable"), (torch.float64, "avx512")):
         assert not rule(dtype, *others)[0]
     assert not rule(float32, "avx512", cpuinfo="")[0]
@@ -186,7 +208,7 @@ def test_projections_of_few_tokens_of_any_layout(dtype, bias, make_x):
     with torch.no_grad():
         assert hw.explain_linear(linear, x) == ("native", "a test")
         ours = linear_engine.project(linear, x)
-        assert torch.equal(ours, few_rows(x.contiguous(), linear.weight, linear.bias))
+        assert torch.equal(ours, native(x.contiguous(), linear.weight, linear.bias))
         exact = linear.double()(x.double()).to(dtype)
         torch.testing.assert_close(ours, exact)
 
@@ -227,7 +249,7 @@ def test_the_operator_of_compiled_code_uses_the_kernel():
     linear_engine.register()
     x, weight, bias = (tensor.requires_grad_() for tensor in tensors(3, 65, 37, torch.float32))
     y = torch.ops.headwise.linear(x, weight, bias)
-    assert torch.equal(y, few_rows(x, weight, bias))
+    assert torch.equal(y, native(x, weight, bias))
     upstream = torch.randn(3, 37)
     ours, theirs = (torch.autograd.grad(each, (x, weight, bias), upstream) for each in (y, F.linear(x, weight, bias)))
     torch.testing.assert_close(ours, theirs)

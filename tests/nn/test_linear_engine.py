@@ -41,6 +41,16 @@ def engine(monkeypatch):
     linear_engine.engine_of.cache_clear()
 
 
+@pytest.fixture(params=["onednn", "native"])
+def float32_linear(request, monkeypatch):
+    """Return the function that computes linear maps in float32, with this engine."""
+    if request.param == "native" and library.why_not_loaded() is not None:
+        pytest.skip(str(library.why_not_loaded()))
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_engine, "engine_of", lambda _: linear_engine.LinearChoice(request.param, "a test"))
+        yield linear_engine.float32_linear
+
+
 def tensors(rows, width, out, dtype=torch.float32, requires_grad=False):
     """Return random x, weight and bias."""
     return [
@@ -61,7 +71,7 @@ def rms(tensor):
     "sizes", [(300, 211, 101), (300, 521, 101), (257, 2053, 67), (4099, 131, 67), (131, 257, 2053)]
 )
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_error_is_at_most_twice_that_of_torch(sizes, with_bias):
+def test_error_is_at_most_twice_that_of_torch(sizes, with_bias, float32_linear):
     x, weight, bias = tensors(*sizes, requires_grad=True)
     inputs = [x, weight, bias] if with_bias else [x, weight]
     upstream = torch.randn(sizes[0], sizes[2])
@@ -72,7 +82,7 @@ def test_error_is_at_most_twice_that_of_torch(sizes, with_bias):
         return [y, *torch.autograd.grad(y, leaves, cast(upstream))]
 
     exact = results(F.linear, lambda tensor: tensor.double())
-    for ours, plain, true in zip(results(linear_engine.by_onednn), results(F.linear), exact, strict=True):
+    for ours, plain, true in zip(results(float32_linear), results(F.linear), exact, strict=True):
         assert rms(ours - true) <= 2 * rms(plain - true)
         assert (ours - true).abs().max() <= 2 * (plain - true).abs().max()
 
@@ -93,14 +103,14 @@ def test_error_in_bfloat16_is_at_most_that_of_torch(make_x, monkeypatch):
     assert (ours - exact).abs().max() <= 1.01 * (plain - exact).abs().max()
 
 
-def test_results_have_the_same_bits_in_every_call():
+def test_results_have_the_same_bits_in_every_call(float32_linear):
     inputs = tensors(ROWS, WIDTH, OUT)
-    first = linear_engine.by_onednn(*inputs)
-    assert all(torch.equal(first, linear_engine.by_onednn(*inputs)) for _ in range(3))
+    first = float32_linear(*inputs)
+    assert all(torch.equal(first, float32_linear(*inputs)) for _ in range(3))
 
 
 @pytest.mark.parametrize("shape", [(ROWS, WIDTH), (2, ROWS, WIDTH), (2, 3, ROWS, WIDTH)])
-def test_leading_axes_and_layouts_are_free(shape):
+def test_leading_axes_and_layouts_are_free(shape, float32_linear):
     weight, bias = torch.randn(OUT, WIDTH), torch.randn(OUT)
     x = torch.randn(shape)
     for each in (
@@ -109,17 +119,15 @@ def test_leading_axes_and_layouts_are_free(shape):
         x.expand(2, *shape),
         x.transpose(0, -2).contiguous().transpose(0, -2),
     ):
-        torch.testing.assert_close(
-            linear_engine.by_onednn(each, weight, bias), F.linear(each, weight, bias), rtol=0, atol=2e-4
-        )
+        torch.testing.assert_close(float32_linear(each, weight, bias), F.linear(each, weight, bias), rtol=0, atol=2e-4)
     columns = torch.randn(WIDTH, OUT).t()
-    torch.testing.assert_close(linear_engine.by_onednn(x, columns, bias), F.linear(x, columns, bias), rtol=0, atol=2e-4)
+    torch.testing.assert_close(float32_linear(x, columns, bias), F.linear(x, columns, bias), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 3), (3, 5, 0), (2, 0, 3)])
-def test_empty_tensors(sizes):
+def test_empty_tensors(sizes, float32_linear):
     inputs = tensors(*sizes, requires_grad=True)
-    y = linear_engine.by_onednn(*inputs)
+    y = float32_linear(*inputs)
     assert torch.equal(y, F.linear(*inputs))
     assert [gradient.shape for gradient in torch.autograd.grad(y.sum(), inputs)] == [each.shape for each in inputs]
 
@@ -135,7 +143,7 @@ def test_torchs_checks_of_operators(sizes):
         torch.library.opcheck(torch.ops.headwise.linear.default, inputs)
 
 
-def test_second_derivatives_equal_those_of_torch():
+def test_second_derivatives_equal_those_of_torch(float32_linear):
     inputs = tensors(ROWS, WIDTH, OUT, requires_grad=True)
 
     def second(linear, leaves):
@@ -144,7 +152,7 @@ def test_second_derivatives_equal_those_of_torch():
 
     exact = second(F.linear, [tensor.detach().double().requires_grad_() for tensor in inputs])
     plain = second(F.linear, inputs)
-    for ours, theirs, true in zip(second(linear_engine.by_onednn, inputs), plain, exact, strict=True):
+    for ours, theirs, true in zip(second(float32_linear, inputs), plain, exact, strict=True):
         assert rms(ours - true) <= 2 * rms(theirs - true)
 
 
@@ -204,7 +212,8 @@ INTEL, AMD = (f"vendor_id : {vendor}\nflags : avx2 avx512f" for vendor in ("Genu
     ("capability", "cpuinfo", "expected"),
     [
         ("AVX512", INTEL, ("torch", "uses AVX-512")),
-        ("AVX512", AMD, ("onednn", "does not use AVX-512")),
+        ("AVX512", AMD, ("native", "does not use AVX-512")),
+        ("AVX512", AMD + " without kernels", ("onednn", "does not use AVX-512")),
         ("AVX512", "", ("torch", "unknown")),
         ("AVX2", AMD, ("torch", "instructions AVX2")),
         ("DEFAULT", "", ("torch", "instructions DEFAULT")),
@@ -215,9 +224,12 @@ def test_instructions_and_vendor_decide(capability, cpuinfo, expected, engine, m
     monkeypatch.setattr(library, "cpuinfo", lambda: cpuinfo)
     monkeypatch.setattr(library, "mkl_uses_avx512", inspect.unwrap(library.mkl_uses_avx512))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(library, "why_not_loaded", lambda: "switched off" if "without kernels" in cpuinfo else None)
+    monkeypatch.setattr(library, "instruction_set", lambda: "avx512")
     linear, inputs = nn.Linear(512, 512), [torch.randn(*shape) for shape in ((1, 512), (4, 16, 512), (1024, 512))]
     choices = [hw.explain_linear(linear, x) for x in inputs]
-    assert [choice.engine for choice in choices] == ["torch", "torch", expected[0]]
+    for_few = expected[0] if expected[0] == "native" else "torch"
+    assert [choice.engine for choice in choices] == [for_few, for_few, expected[0]]
     assert expected[1] in linear_engine.engine_of(torch.float32).because
 
 
@@ -387,11 +399,11 @@ def test_a_user_who_lowers_the_precision_of_products_gets_torchs(engine):
 
 
 @pytest.mark.parametrize("stride", [0, 2])
-def test_a_bias_with_gaps_is_read_right(stride):
+def test_a_bias_with_gaps_is_read_right(stride, float32_linear):
     x, weight, bias = torch.randn(300, 256), torch.randn(512, 256), torch.randn(1024)[::2]
     bias = bias if stride else bias[:1].expand(512)
     assert linear_engine.gains(x, weight)
-    torch.testing.assert_close(linear_engine.by_onednn(x, weight, bias), F.linear(x, weight, bias), rtol=0, atol=1e-4)
+    torch.testing.assert_close(float32_linear(x, weight, bias), F.linear(x, weight, bias), rtol=0, atol=1e-4)
 
 
 FORGET_CHOICES = """
@@ -406,7 +418,7 @@ import torch
 from torch import nn
 import headwise as hw
 from headwise.nn import linear_engine
-assert linear_engine.uses_onednn(torch.float32)
+assert linear_engine.float32_engine() == "onednn"
 layer = hw.MultiHeadAttention(64, 4, backend="reference")
 x, direction = torch.randn(1, 40, 64), torch.randn(1, 40, 64)
 

@@ -1,11 +1,11 @@
-"""Linear projections of the layers, computed by the faster engine: the module itself, oneDNN directly, or the native
-kernel of few rows.
+"""Linear projections of the layers, computed by the fastest engine: the module itself, the native kernels, or oneDNN
+directly.
 
-    float32     oneDNN for large products where it has AVX-512 and MKL, torch's library, does not use it: on processors
-                by AMD
+    float32     the native kernels where they have AVX-512 and MKL, torch's library, does not use it: on processors by
+                AMD; oneDNN for large products there, if the native kernels are not installed
     bfloat16    oneDNN for a projection with a bias, without gradients: `F.linear` computes this product with oneDNN
                 too, but first writes the bias into the output
-    few tokens  the native kernel, without gradients, where it was measured to be faster (`native_rule`)
+    few tokens  elsewhere the native kernel, without gradients, where it was measured to be faster (`native_rule`)
 
 The choice depends on the instructions and the vendor of the processor, and on nothing that is timed. The other
 engines replace only the call of a plain `nn.Linear` on plain tensors. An `nn.Linear` with hooks, another module in its
@@ -14,6 +14,7 @@ place, tensors of other types, and whatever torch traces, transforms or observes
 of `F.linear`, and computes it by the same engine (`fastest_linear`). `explain_linear` states the choice.
 """
 
+import math
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -35,7 +36,7 @@ from headwise.shapes import Float
 
 VARIABLE = "HEADWISE_LINEAR"
 """Environment variable that names the engine: "torch" for `F.linear` everywhere, or "onednn" for oneDNN in float32 on
-every processor. Both switch the native kernel off. It is read by the first projection.
+every processor. Both switch the native kernels off. It is read by the first projection.
 """
 
 
@@ -68,11 +69,10 @@ class NativeRule(NamedTuple):
 
 @cache
 def engine_of(dtype: torch.dtype) -> LinearChoice:
-    """Return the engine that computes ordinary linear projections in `dtype` on this processor, torch or oneDNN, with
-    the reason.
+    """Return the engine that computes ordinary linear projections in `dtype` on this processor, with the reason.
 
-    As measured in float32 (docs/lab-notes.md), oneDNN with AVX-512 takes about half the time of MKL without, and with
-    the same instructions MKL is faster.
+    As measured in float32 (docs/lab-notes.md), the native kernels and oneDNN with AVX-512 take less than half the time
+    of MKL without, and with the same instructions MKL is faster.
     """
     wanted, engine = _wanted(), "torch"
     capability, mkl_has_avx512 = torch.backends.cpu.get_cpu_capability(), library.mkl_uses_avx512()
@@ -85,17 +85,18 @@ def engine_of(dtype: torch.dtype) -> LinearChoice:
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             engine, because = "onednn", "in bfloat16, oneDNN adds the bias to the product itself"
     elif dtype != torch.float32:
-        because = "oneDNN is chosen in float32 and bfloat16 only"
+        because = "another engine is chosen in float32 and bfloat16 only"
     elif wanted == "onednn":
         engine, because = "onednn", f"{VARIABLE}=onednn"
     elif capability != "AVX512":
-        because = f"oneDNN has no advantage with the instructions {capability}"
+        because = f"other engines have no advantage with the instructions {capability}"
     elif mkl_has_avx512 is None:
         because = "the instructions of torch's library for float32 products are unknown"
     elif mkl_has_avx512:
         because = "MKL, which torch computes float32 products with, uses AVX-512"
     else:
-        engine = "onednn"
+        has_kernels = library.why_not_loaded() is None and library.instruction_set().startswith("avx512")
+        engine = "native" if has_kernels else "onednn"
         because = "MKL, which torch computes float32 products with, does not use AVX-512 here"
     return LinearChoice(engine, because)
 
@@ -103,7 +104,8 @@ def engine_of(dtype: torch.dtype) -> LinearChoice:
 @cache
 def native_rule(dtype: torch.dtype) -> NativeRule:
     """Return the rule that states which linear projections in `dtype` headwise's native kernel for few tokens computes
-    on this processor. The rules are from measurements (docs/lab-notes.md).
+    on this processor in place of the engine that `engine_of` names. The rules are from measurements
+    (docs/lab-notes.md).
     """
     rows, smallest_weight, mkl_has_avx512 = range(0), 0, library.mkl_uses_avx512()
     if wanted := _wanted():
@@ -132,8 +134,7 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
         rows, smallest_weight = range(2, 9), 2**16
         because = "from 2 to 8 tokens, MKL without AVX-512 is slower than the native kernel"
     else:
-        rows, smallest_weight = range(1, 193), 2**13
-        because = "up to 192 tokens, the native kernel uses AVX-512, and MKL does not"
+        because = "for any number of tokens, the native kernels use AVX-512, and MKL does not"
     return NativeRule(rows, smallest_weight, because)
 
 
@@ -148,23 +149,28 @@ def _wanted() -> str:
 
 
 @called_by_compiler
-def uses_onednn(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN computes linear projections in `dtype` on this processor. torch's compiler calls this
+def float32_engine() -> str:
+    """Return the engine that computes linear projections in float32 on this processor. torch's compiler calls this
     function instead of tracing it.
     """
-    return engine_of(dtype).engine == "onednn"
+    return engine_of(torch.float32).engine
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
 BLOCK = 256
-"""Largest width over which one product sums. The width of x is split into blocks of nearly equal size up to this."""
+"""Largest width over which a product of oneDNN sums. The width of x is split into blocks of nearly equal size up to
+this.
+"""
 
 WIDEST_UNSPLIT = 128
 """Width above which there are at least two blocks, as in MKL's own products without AVX-512."""
 
 SMALLEST_WORK = 2**22
 """Number of multiplications in a block below which a product is left to torch: oneDNN needs about 20 us to start."""
+
+SMALLEST_WEIGHT, FEWEST_OUTPUTS = 2**13, 8
+"""Numbers of elements and of rows of a weight below which a product is left to torch in place of the native kernels."""
 
 SMALLEST_COPIED_FOR = 128
 """Number of rows of x below which a product is left to torch if the blocks of the weight must be copied."""
@@ -175,20 +181,24 @@ LINEAR = torch._C._nn.linear
 _pointwise = torch.ops.mkldnn._linear_pointwise.default
 
 
-def by_onednn(
+def float32_linear(
     x: Float[Tensor, "*tokens width"], weight: Float[Tensor, "out width"], bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "*tokens out"]:
-    """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by oneDNN. For small products oneDNN
-    is not faster; headwise's native kernel or torch computes these, whichever is faster.
+    """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by the engine that `engine_of` names
+    or, for small products, by torch.
 
     OneDNN adds the products of a row one after another, so that its rounding error grows with the width of x. The width
     is therefore split into blocks, whose products are added: that keeps the error near that of MKL (docs/lab-notes.md,
     "Linear projections").
 
     The operator `headwise::linear` has derivatives of every order, since its gradients are calls of itself: dx = dy W,
-    dW = dy^T x, db = sum of dy over the tokens.
+    dW = dy^T x, db = sum of dy over the tokens. Compiled code without gradients calls the operator of the native
+    kernels, which is not written in Python.
     """
-    if torch.compiler.is_compiling() or needs_gradient(x, weight, bias):
+    is_compiling, has_gradient = torch.compiler.is_compiling(), needs_gradient(x, weight, bias)
+    if is_compiling and not has_gradient and float32_engine() == "native" and not torch.is_autocast_enabled("cpu"):
+        return (by_native if gains(x, weight) else LINEAR)(x, weight, bias)
+    if is_compiling or has_gradient:
         register()
         result: Tensor = torch.ops.headwise.linear(x, weight, bias)
         return result
@@ -201,10 +211,12 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
-    """Return True if a linear projection of x is large enough that oneDNN computes it faster than a library without
-    AVX-512 instructions does.
+    """Return True if a linear projection of x is large enough that the engine of float32, oneDNN or the native kernels,
+    computes it faster than a library without AVX-512 instructions does.
     """
     out, width = weight.shape
+    if float32_engine() == "native":
+        return out * width >= SMALLEST_WEIGHT and out >= FEWEST_OUTPUTS
     rows = x.numel() // max(width, 1)
     block = _block_of(width)
     if rows * block * out < SMALLEST_WORK:
@@ -228,9 +240,17 @@ def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias, computed by headwise's native kernel for few tokens. The result has no gradient."""
-    result: Tensor = library.operator("linear_few_rows")(x.contiguous(), weight, bias)
+def by_native(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x weight^T + bias, computed by headwise's native kernels. The result has no gradient. Tensors with gaps
+    in memory are copied first.
+    """
+    if not (x.dtype == torch.float32 and x.ndim == 2 and x.t().is_contiguous()):
+        x = x.contiguous()
+    if not (weight.is_contiguous() or weight.t().is_contiguous()):
+        weight = weight.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    result: Tensor = torch.ops.headwise.linear_map.default(x, weight, bias)
     return result
 
 
@@ -265,13 +285,14 @@ def _registered() -> torch.library.Library:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias. oneDNN multiplies x in blocks of columns, and the products of the blocks are added. For
-    small products oneDNN is not faster; headwise's native kernel or torch computes these.
+    """Return x weight^T + bias, computed by the engine that `engine_of` names for float32. Small products are computed
+    by headwise's native kernel for few tokens or by torch. oneDNN multiplies x in blocks of columns, and the products
+    of the blocks are added.
     """
     if not gains(x, weight):
-        if gains_by_few_rows(x, weight, bias):
-            return few_rows(x, weight, bias)
-        return LINEAR(x, weight, bias)
+        return (by_native if gains_by_few_rows(x, weight, bias) else LINEAR)(x, weight, bias)
+    if float32_engine() == "native":
+        return by_native(x, weight, bias)
     block = _block_of(weight.shape[1])
     parts = zip(torch.split(x, block, dim=-1), torch.split(weight, block, dim=-1), strict=True)
     total = product(*next(parts), bias)
@@ -375,7 +396,7 @@ def projections(x: Float[Tensor, "*tokens width"], *linears: nn.Module) -> list[
 def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple[Tensor, Tensor | None]] | None:
     """Return the weight and bias of each module in `linears` if `F.linear` may be called with them in place of the
     modules. That requires ordinary `nn.Linear` modules without hooks, and that neither oneDNN nor headwise's native
-    kernel is faster for x. Otherwise return None.
+    kernels are faster for x. Otherwise return None.
 
     Callers use these instead of the modules, because calling a module and choosing its engine take longer than a small
     product.
@@ -394,8 +415,13 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
     tokens = x.numel() // max(x.shape[-1], 1)
     if tokens in native_rule(dtype).rows:
         return None
-    is_torch = engine_of(dtype).engine == "torch"
-    smallest_work = SMALLEST_WORK if dtype == torch.float32 else _smallest_bfloat16_work()
+    engine = engine_of(dtype).engine
+    if engine == "native":
+        smallest_work: float = tokens * SMALLEST_WEIGHT
+    elif engine == "onednn":
+        smallest_work = SMALLEST_WORK if dtype == torch.float32 else _smallest_bfloat16_work()
+    else:
+        smallest_work = math.inf
     found = []
     for linear in linears:
         if type(linear) is not nn.Linear and type(linear) is not NonDynamicallyQuantizableLinear:
@@ -414,7 +440,7 @@ def plain_parameters(x: Float[Tensor, "*tokens _"], *linears: Any) -> list[tuple
             return None
         parameters = attributes["_parameters"]
         weight = parameters.get("weight")
-        if weight is None or "bias" not in parameters or not (is_torch or tokens * weight.numel() < smallest_work):
+        if weight is None or "bias" not in parameters or tokens * weight.numel() >= smallest_work:
             return None
         found.append((weight, parameters["bias"]))
     return found
@@ -426,8 +452,8 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
     """
     if torch.compiler.is_compiling():
         has_any_hooks = has_hooks(linear) or _has_further_hooks(linear)
-        if type(linear) is nn.Linear and not has_any_hooks and is_compiled_by_onednn(x, linear.weight):
-            return by_onednn(x, linear.weight, linear.bias)
+        if type(linear) is nn.Linear and not has_any_hooks and is_compiled_by_operator(x, linear.weight):
+            return float32_linear(x, linear.weight, linear.bias)
     elif type(linear) is nn.Linear:
         weight, bias = linear.weight, linear.bias  # read once: in a step of decoding, the reads of modules take time
         engine = _choose(linear, x, weight, bias).engine
@@ -439,13 +465,13 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
     return result
 
 
-def is_compiled_by_onednn(x: Tensor, weight: Tensor) -> bool:
+def is_compiled_by_operator(x: Tensor, weight: Tensor) -> bool:
     """Return True if torch's compiler receives the operator `headwise::linear` in place of a linear projection. It has
-    no forward-mode derivative, and decides when it runs whether the product is large enough for oneDNN.
+    no forward-mode derivative, and decides when it runs whether the product is large enough for another engine.
     """
     return (
         not torch.compiler.is_exporting()
-        and uses_onednn(torch.float32)
+        and float32_engine() != "torch"
         and torch.autograd.forward_ad._current_level < 0
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
@@ -453,14 +479,14 @@ def is_compiled_by_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def computed_by(engine: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias, computed by the engine that `choice_of` names: torch, oneDNN or the native kernel."""
-    if engine != "torch" and torch._C._len_torch_function_stack():
+    """Return x weight^T + bias, computed by the engine that `choice_of` names: torch, oneDNN or the native kernels."""
+    if engine == "torch":
+        return F.linear(x, weight, bias)
+    if torch._C._len_torch_function_stack():
         return _within_mode(F.linear, x, weight, bias)
-    if engine == "native":
-        return few_rows(x, weight, bias)
-    if engine == "onednn":
-        return (by_onednn if x.dtype == torch.float32 else product)(x, weight, bias)
-    return F.linear(x, weight, bias)
+    if engine == "native" and not needs_gradient(x, weight, bias):
+        return by_native(x, weight, bias)
+    return (float32_linear if x.dtype == torch.float32 else product)(x, weight, bias)
 
 
 def _within_mode(function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
@@ -531,7 +557,7 @@ def choice_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
         choice = engine_of(x.dtype)
         if choice.engine == "torch":
             return choice
-        reason = _why_not_onednn(x, weight, bias)
+        reason = _why_not_faster(x, weight, bias)
     reason = reason or _why_not_plain(x, weight, bias)
     return choice if reason is None else LinearChoice("torch", reason)
 
@@ -548,15 +574,15 @@ def is_left_to_torch(linear: nn.Linear, x: Tensor) -> bool:
     )
 
 
-def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return the reason that torch's `F.linear`, and not oneDNN, computes a linear projection of x. Return None if
-    oneDNN is faster.
+def _why_not_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Return the reason that torch's `F.linear` computes a linear projection of x, and not the engine that `engine_of`
+    names. Return None if that engine is faster.
     """
     if not torch._C._get_mkldnn_enabled():
         return "oneDNN is switched off"
     if x.dtype == torch.float32:
         if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee"):
-            return "torch computes float32 products in a lower precision, by oneDNN too"
+            return "torch computes float32 products in a lower precision"
         is_small = not gains(x, weight)
     else:
         if bias is None:
@@ -564,7 +590,7 @@ def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
         if needs_gradient(x, weight, bias):
             return "with gradients, torch is as fast in bfloat16"
         is_small = x.numel() * len(weight) < _smallest_bfloat16_work()
-    return "the product is too small for oneDNN to be faster" if is_small else None
+    return "the product is too small for another engine to be faster" if is_small else None
 
 
 @cache

@@ -74,7 +74,7 @@ FAKES: dict[str, Callable[..., Any]] = {
         rows.new_empty(2, *rows.shape[1:3], dtype=torch.float64),
         True,
     ),
-    "linear_few_rows": lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    "linear_map": lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
     "rotate_few_tokens": lambda x, *_: x.new_empty(*(x.shape[axis] for axis in (0, 2, 1, 3))).transpose(1, 2),
 }
 """Functions that return the results of each operator without values, for tracing."""

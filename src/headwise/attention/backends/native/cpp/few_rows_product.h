@@ -20,7 +20,7 @@ inline int64_t rows_of_task(const LinearMap& map) {
   return round_up(larger(kTaskNumbers / larger(map.width, 1), 1), kLanes);
 }
 inline int64_t output_tasks(const LinearMap& map) { return (map.out + rows_of_task(map) - 1) / rows_of_task(map); }
-inline int64_t linear_tasks(const LinearMap& map) {
+inline int64_t few_rows_tasks(const LinearMap& map) {
   return output_tasks(map) > 1 ? output_tasks(map) : (map.rows + kTaskRows - 1) / kTaskRows;
 }
 
@@ -107,7 +107,7 @@ class FewRowsProduct {
   const Element *weight_, *x_;
 };
 
-inline void linear(const LinearMap& map, int64_t task) {
+inline void multiply_few_rows(const LinearMap& map, int64_t task) {
   const bool divides_rows = output_tasks(map) <= 1;
   const int64_t row = divides_rows ? task * kTaskRows : 0;
   const int64_t last = divides_rows ? smaller(row + kTaskRows, map.rows) : map.rows;

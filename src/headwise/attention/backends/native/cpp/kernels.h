@@ -40,9 +40,10 @@ struct Kernels {
   int64_t (*bias_tasks)(const Problem&);
   int64_t (*bias_memory)(const Problem&);
   void (*bias)(const Problem&, int64_t task, void* memory);
-  // A linear map of few rows.
+  // A linear map.
   int64_t (*linear_tasks)(const LinearMap&);
-  void (*linear)(const LinearMap&, int64_t task);
+  int64_t (*linear_memory)(const LinearMap&);
+  void (*linear)(const LinearMap&, int64_t task, void* memory);
   // A rotation of few tokens.
   void (*rotate)(const Rotation&);
 };

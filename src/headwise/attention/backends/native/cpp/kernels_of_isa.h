@@ -6,6 +6,7 @@
 #include "few_rows_rotation.h"
 #include "forward.h"
 #include "kernels.h"
+#include "many_rows_product.h"
 #ifdef __AVX512BF16__
 #include "bfloat16.h"
 #endif
@@ -90,12 +91,21 @@ inline void bias(const Problem& p, int64_t task, void* memory) {
   else BiasTask<float>(p, task, memory).run();
 }
 
+inline int64_t linear_tasks(const LinearMap& map) {
+  return has_many_rows(map) ? panels(map) * row_parts(map) : few_rows_tasks(map);
+}
+inline int64_t linear_memory(const LinearMap& map) { return has_many_rows(map) ? ManyRowsProduct::memory(map) : 0; }
+inline void linear(const LinearMap& map, int64_t task, void* memory) {
+  if (has_many_rows(map)) ManyRowsProduct(map, task, memory).run();
+  else multiply_few_rows(map, task);
+}
+
 constexpr Kernels table(const char* name) {
   return {name,         &forward_tasks,   &forward_memory, &forward,         &piece_count,
           &piece_bytes, &attend_piece,    &merge_pieces,   &packed_bytes,    &pack_tasks,
           &pack,        &keys_of_block,   &floats_per_key, &backward_memory, &backward,
           &reduce,      &bias_row_blocks, &bias_rows,      &bias_tasks,      &bias_memory,
-          &bias,        &linear_tasks,    &linear,         &rotate};
+          &bias,        &linear_tasks,    &linear_memory,  &linear,          &rotate};
 }
 
 }  // namespace headwise::HEADWISE_ISA

@@ -10,7 +10,8 @@
 namespace headwise {
 namespace {
 
-Tensor linear_few_rows(Tensor x, Tensor weight, MaybeTensor bias) {
+// In float32, a matrix x may have any strides, and the weight may have its rows or its columns one after another.
+Tensor linear_map(Tensor x, Tensor weight, MaybeTensor bias) {
   LinearMap map{};
   STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2, "x must have 1 axis or more, and weight 2");
   map.out = weight.size(0), map.width = weight.size(1);
@@ -19,8 +20,10 @@ Tensor linear_few_rows(Tensor x, Tensor weight, MaybeTensor bias) {
   map.bfloat16 = x.scalar_type() == ScalarType::BFloat16;
   const ScalarType dtype = map.bfloat16 ? ScalarType::BFloat16 : ScalarType::Float;
   require(x, dtype, "x"), require(weight, dtype, "weight"), require(bias, dtype, "bias");
-  STD_TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && (!bias || bias->is_contiguous()),
-                  "x, weight and bias must be contiguous");
+  STD_TORCH_CHECK((x.is_contiguous() || (x.dim() == 2 && !map.bfloat16)) &&
+                      (weight.is_contiguous() || (std::min(weight.stride(0), weight.stride(1)) == 1 && !map.bfloat16)) &&
+                      (!bias || bias->is_contiguous()),
+                  "x, weight or bias has strides that are not supported");
   std::vector<int64_t> sizes(x.dim(), map.out), strides(x.dim(), 1);
   map.rows = 1;
   for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {
@@ -28,9 +31,12 @@ Tensor linear_few_rows(Tensor x, Tensor weight, MaybeTensor bias) {
     map.rows *= sizes[axis];
   }
   Tensor y = allocate(sizes, strides, dtype);
+  map.x_row = x.is_contiguous() ? map.width : x.stride(0), map.x_column = x.is_contiguous() ? 1 : x.stride(1);
+  map.weight_row = weight.is_contiguous() ? map.width : weight.stride(0);
+  map.weight_column = weight.is_contiguous() ? 1 : weight.stride(1);
   map.x = x.const_data_ptr(), map.weight = weight.const_data_ptr(), map.y = y.mutable_data_ptr();
   map.bias = bias ? bias->const_data_ptr() : nullptr;
-  if (map.rows > 0) run_linear(map);
+  if (map.rows > 0 && map.out > 0) run_linear(map);
   return y;
 }
 
@@ -61,12 +67,12 @@ Tensor rotate_few_tokens(Tensor x, Tensor positions, Tensor turns, double factor
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
-  m.def("linear_few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("linear_map(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("rotate_few_tokens(Tensor x, Tensor positions, Tensor turns, float factor, bool interleaved) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(headwise, CPU, m) {
-  m.impl("linear_few_rows", TORCH_BOX(&linear_few_rows));
+  m.impl("linear_map", TORCH_BOX(&linear_map));
   m.impl("rotate_few_tokens", TORCH_BOX(&rotate_few_tokens));
 }
 

@@ -142,10 +142,13 @@ void run_bias_gradient(const Problem& call) {
   run_tasks(kernels->bias_tasks(p), bytes, [&](int64_t task, void* memory) { kernels->bias(p, task, memory); });
 }
 
-void run_linear(const LinearMap& map) {
+void run_linear(const LinearMap& call) {
   const Kernels* kernels = chosen_kernels();
   STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
-  run_tasks(kernels->linear_tasks(map), 0, [&](int64_t task, void*) { kernels->linear(map, task); });
+  LinearMap map = call;
+  map.threads = torch::stable::get_num_threads();
+  run_tasks(kernels->linear_tasks(map), kernels->linear_memory(map),
+            [&](int64_t task, void* memory) { kernels->linear(map, task, memory); });
 }
 
 void run_rotation(const Rotation& rotation) {

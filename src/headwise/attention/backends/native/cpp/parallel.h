@@ -14,7 +14,7 @@ void run_backward(const Problem& call);
 // The gradient of the bias of such a problem.
 void run_bias_gradient(const Problem& call);
 
-void run_linear(const LinearMap& map);
+void run_linear(const LinearMap& call);
 
 void run_rotation(const Rotation& rotation);
 

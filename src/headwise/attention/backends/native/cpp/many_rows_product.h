@@ -1,0 +1,124 @@
+// A linear map y = x W^T + b of many rows of x, in float32. Blocks of W are copied in an order in which the same feature
+// of neighbouring outputs is adjacent, so that the lanes of vectors are outputs, and each number of x is a scalar.
+//
+// The products of each output are added in the same order, whatever the number of rows, of tasks and of threads, in
+// sums of `kDepth` products, which are then added one after another.
+#pragma once
+#include "block.h"
+#include "linear_map.h"
+
+namespace headwise::HEADWISE_ISA {
+
+constexpr int64_t kManyRows = 24;                     // with fewer, copying W takes longer than few_rows_product.h
+constexpr int64_t kPanel = kTileVectors * kLanes;      // outputs of a block of W
+constexpr int64_t kDepth = 2 * kSumLength<kTileVectors>;  // features of a block: 32 KiB with AVX-512
+constexpr int64_t kMostRows = 768;                     // rows of a task: the sums of a task stay in a second-level cache
+constexpr int64_t kFewestRows = 96;                    // rows of a task that are worth a copy of the block of its own
+
+// True for many rows, and for matrices that do not have their rows one after another in memory.
+inline bool has_many_rows(const LinearMap& map) {
+  const bool has_rows = map.x_column == 1 && map.x_row == map.width && map.weight_column == 1 &&
+                        map.weight_row == map.width;
+  return !map.bfloat16 && (map.rows >= kManyRows || !has_rows);
+}
+
+inline int64_t panels(const LinearMap& map) { return (map.out + kPanel - 1) / kPanel; }
+// Parts into which the rows are divided. Two tasks for each thread are enough.
+inline int64_t row_parts(const LinearMap& map) {
+  const int64_t wanted = (2 * map.threads + panels(map) - 1) / panels(map);
+  return larger((map.rows + kMostRows - 1) / kMostRows, smaller(wanted, larger(map.rows / kFewestRows, 1)));
+}
+
+// The outputs of one block of W for one part of the rows of x.
+class ManyRowsProduct {
+ public:
+  ManyRowsProduct(const LinearMap& map, int64_t task, void* memory)
+      : map_(map), first_output_(task / row_parts(map) * kPanel), count_(smaller(kPanel, map.out - first_output_)) {
+    const int64_t parts = row_parts(map), part = task % parts;
+    first_row_ = map.rows * part / parts, height_ = map.rows * (part + 1) / parts - first_row_;
+    Arena arena(memory);
+    panel_ = arena.take<float>(kDepth * kPanel), sums_ = arena.take<float>(height_ * kPanel);
+  }
+
+  static int64_t memory(const LinearMap& map) {
+    const int64_t height = (map.rows + row_parts(map) - 1) / row_parts(map);
+    return int64_t(sizeof(float)) * (kDepth + height) * kPanel;
+  }
+
+  void run() const {
+    const LeftMatrix x{static_cast<const float*>(map_.x) + first_row_ * map_.x_row, map_.x_row, map_.x_column};
+    for (int64_t begin = 0; begin < larger(map_.width, 1); begin += kDepth) {
+      const int64_t depth = smaller(kDepth, map_.width - begin);
+      if (map_.weight_column == 1) pack_rows(begin, depth);
+      else pack_columns(begin, depth);
+      const LeftMatrix block{x.data + begin * x.column, x.row, x.column};
+      if (begin == 0) multiply_panel<kTileVectors, false>(block, depth);
+      else multiply_panel<kTileVectors, true>(block, depth);
+    }
+    write();
+  }
+
+ private:
+  // Copy the features `begin` to `begin + depth` of the outputs to the panel `(features, outputs)`. W has its rows one
+  // after another, which are transposed; the last one is repeated where there are no more outputs.
+  void pack_rows(int64_t begin, int64_t depth) const {
+    for (int64_t n = 0; n < count_; n += kLanes) {
+      const float* rows[kLanes];
+      for (int i = 0; i < kLanes; ++i) rows[i] = weight(smaller(n + i, count_ - 1), begin);
+      for (int64_t k = 0; k < depth; k += kLanes) {
+        Floats square[kLanes];
+        const int64_t rest = smaller(depth - k, kLanes);
+        if (rest == kLanes) {
+          load_transposed(rows, k, square);
+          for (int i = 0; i < kLanes; ++i) __builtin_prefetch(rows[i] + k + 2 * kLanes);
+        } else {
+          for (int i = 0; i < kLanes; ++i) square[i] = as_floats(load_part(rows[i] + k, 4 * rest));
+          transpose_square(square);
+        }
+        for (int i = 0; i < rest; ++i) store(panel_ + (k + i) * kPanel + n, square[i]);
+      }
+    }
+  }
+
+  // The same where W has its columns one after another, as in a gradient.
+  void pack_columns(int64_t begin, int64_t depth) const {
+    for (int64_t k = 0; k < depth; ++k)
+      for (int64_t n = 0; n < count_; n += kLanes) {
+        const int64_t rest = smaller(count_ - n, kLanes);
+        const float* from = weight(n, begin + k);
+        store(panel_ + k * kPanel + n, rest == kLanes ? load(from) : as_floats(load_part(from, 4 * rest)));
+      }
+  }
+
+  const float* weight(int64_t output, int64_t feature) const {
+    return static_cast<const float*>(map_.weight) + (first_output_ + output) * map_.weight_row +
+           feature * map_.weight_column;
+  }
+
+  // Multiply by the vectors of the panel that have outputs; the last panel may have fewer than `kVectorCount`.
+  template <int kVectorCount, bool kAdd>
+  void multiply_panel(LeftMatrix x, int64_t depth) const {
+    if constexpr (kVectorCount > 1)
+      if (count_ <= (kVectorCount - 1) * kLanes) return multiply_panel<kVectorCount - 1, kAdd>(x, depth);
+    multiply_strip<kVectorCount, kAdd>(x, height_, panel_, kPanel, depth, sums_, kPanel);
+  }
+
+  void write() const {
+    float bias[kPanel] = {};
+    if (map_.bias) __builtin_memcpy(bias, static_cast<const float*>(map_.bias) + first_output_, 4 * count_);
+    for (int64_t m = 0; m < height_; ++m) {
+      float* to = static_cast<float*>(map_.y) + (first_row_ + m) * map_.out + first_output_;
+      const float* from = sums_ + m * kPanel;
+      int64_t n = 0;
+      for (; n + kLanes <= count_; n += kLanes) store(to + n, load(from + n) + load(bias + n));
+      for (; n < count_; ++n) to[n] = from[n] + bias[n];
+    }
+  }
+
+  const LinearMap& map_;
+  const int64_t first_output_, count_;
+  int64_t first_row_, height_;
+  float *panel_, *sums_;
+};
+
+}  // namespace headwise::HEADWISE_ISA
