@@ -114,6 +114,8 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
         because = reason
     elif (instructions := library.instruction_set()) == "portable":
         because = "the portable native kernel was not measured to be faster"
+    elif instructions.startswith("neon"):
+        because = "the native kernel was not measured on Arm"
     elif dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         rows, because = range(1, 9), "up to 8 tokens, torch is slower without instructions for bfloat16"
     elif dtype == torch.bfloat16 and instructions == "avx512_bf16":
