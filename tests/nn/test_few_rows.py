@@ -1,6 +1,7 @@
 """The native kernel of linear projections of few tokens: accuracy, special numbers, layouts, and its choice."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -156,6 +157,8 @@ def test_the_measured_rules(monkeypatch):
     assert rule(float32, "avx512") == rule(float32, "avx512_bf16") == (range(1, 193), 2**13)
     for dtype, *others in ((bfloat16, "portable"), (float32, "portable"), (torch.float64, "avx512")):
         assert not rule(dtype, *others)[0]
+    for dtype, instructions in itertools.product((bfloat16, float32), ("neon", "neon_bf16")):
+        assert not rule(dtype, instructions, cpuinfo="")[0]
     assert not rule(float32, "avx512", cpuinfo="")[0]
     assert not rule(float32, "avx2", cpuinfo=intel)[0]
 

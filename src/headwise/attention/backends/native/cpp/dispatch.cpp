@@ -44,9 +44,8 @@ const Kernels* choose() {
                                   {&portable_kernels, true}};
 #elif defined(__aarch64__)
   constexpr unsigned long kBfloat16 = 1 << 14;  // HWCAP2_BF16 (Linux, Documentation/arch/arm64/elf_hwcaps.rst)
-  const Candidate candidates[] = {{&neon_bf16_kernels, (getauxval(AT_HWCAP2) & kBfloat16) != 0},
-                                  {&neon_kernels, true},
-                                  {&portable_kernels, true}};
+  const Candidate candidates[] = {
+      {&neon_bf16_kernels, (getauxval(AT_HWCAP2) & kBfloat16) != 0}, {&neon_kernels, true}, {&portable_kernels, true}};
 #else
   const Candidate candidates[] = {{&portable_kernels, true}};
 #endif

@@ -98,8 +98,8 @@ class PairGradientProducts {
   }
 
  private:
-  // Round the weights and gradients of a tile, 2 keys and two vectors of rows at a time: as left factors, and gradients also as
-  // pairs of keys. What the tile lacks to a multiple of 32 keys and rows is 0.
+  // Round the weights and gradients of a tile, 2 keys and 2 vectors of rows at a time: as left factors, and gradients
+  // also as pairs of keys. What the tile lacks to a multiple of 32 keys and rows is 0.
   template <bool kWhole, class Differentiate>
   void narrow_derivatives(const Differentiate derivative, const int64_t count) {
     const int width = block_->width, padded_width = int(width_);

@@ -11,9 +11,9 @@ using Floats = float32x4_t;
 using Ints = int32x4_t;
 using Mask = uint32x4_t;  // all bits of a lane are set, or none
 constexpr int kLanes = 4;
-// Register tile of a product: 24 of 32 registers hold its sums. Four more hold a row of the right factor, which leaves
-// four for numbers of the left one.
-constexpr int kTileRows = 6, kTileVectors = 4;
+// Register tile of a product: 20 of 32 registers hold its sums, 4 a row of the right factor, and 5 numbers of the left
+// one. With 6 rows, which would also fit, GCC 12 stores some of them in memory.
+constexpr int kTileRows = 5, kTileVectors = 4;
 
 inline Floats load(const float* from) { return vld1q_f32(from); }
 inline void store(float* to, Floats x) { vst1q_f32(to, x); }
@@ -64,9 +64,7 @@ inline int count(Mask mask) { return int(vaddvq_u32(vshrq_n_u32(mask, 31))); }
 inline Floats select(Mask mask, Floats yes, Floats no) { return vbslq_f32(mask, yes, no); }
 
 // Read 4 bfloat16 numbers as floats: their bits are the upper half of the bits of a float.
-inline Floats load(const uint16_t* from) {
-  return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(from)), 16));
-}
+inline Floats load(const uint16_t* from) { return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(from)), 16)); }
 
 // Read the first `bytes` bytes of a vector, fewer than it has, and zeros.
 inline Ints load_part(const void* from, int64_t bytes) {
