@@ -57,7 +57,7 @@ test-research: $(INSTALLED)  ## test the census, the claims, the findings and th
 
 sanitize: $(INSTALLED)  ## check the native kernels with AddressSanitizer and UndefinedBehaviorSanitizer
 	CXXFLAGS="-O1 -g $(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(BIN)/python $(NATIVE_SOURCES)/build.py $(SANITIZED)
-	for name in amx avx512_bf16 avx512 avx2 portable; do \
+	for name in amx avx512_bf16 avx512 avx2 neon_bf16 neon portable; do \
 	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  HEADWISE_NATIVE=$$name PYTHONPATH=.:tests $(BIN)/python tests/attention/backends/native_checks.py $(SANITIZED) \
 	  || exit 1; \

@@ -86,6 +86,8 @@ def test_the_choice_with_native_kernels(case, monkeypatch):
         ("avx512_bf16", None, [128, 128, 128, 32]),
         ("amx", True, [128, 128, 128, 32]),
         ("avx2", False, [128, 128, 128, 32]),
+        ("neon", None, [128, 128, 128, 32]),
+        ("neon_bf16", None, [128, 128, 128, 32]),
         ("portable", None, [128, 128, 128, 32]),
     ],
 )

@@ -1,6 +1,7 @@
 """The native kernels of linear projections: accuracy, special numbers, layouts, and the choice for few tokens."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -178,6 +179,8 @@ def test_the_measured_rules(monkeypatch):
     assert rule(float32, "avx512") == rule(float32, "avx512_bf16") == (range(0), 0)  # all numbers of tokens are native
     for dtype, *others in ((bfloat16, "portable"), (float32, "portable"), (torch.float64, "avx512")):
         assert not rule(dtype, *others)[0]
+    for dtype, instructions in itertools.product((bfloat16, float32), ("neon", "neon_bf16")):
+        assert not rule(dtype, instructions, cpuinfo="")[0]
     assert not rule(float32, "avx512", cpuinfo="")[0]
     assert not rule(float32, "avx2", cpuinfo=intel)[0]
 

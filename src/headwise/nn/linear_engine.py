@@ -114,8 +114,8 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
         because = "the native kernel computes in float32 and bfloat16 only"
     elif reason := library.why_not_loaded():
         because = reason
-    elif (instructions := library.instruction_set()) == "portable":
-        because = "the portable native kernel was not measured to be faster"
+    elif (instructions := library.instruction_set()).startswith(("portable", "neon")):
+        because = "the portable native kernel was not measured to be faster, and the one for Arm was not measured"
     elif dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         rows, because = range(1, 9), "up to 8 tokens, torch is slower without instructions for bfloat16"
     elif dtype == torch.bfloat16 and instructions == "avx512_bf16":

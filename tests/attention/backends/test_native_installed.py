@@ -1,6 +1,8 @@
 """The state of the native kernels in an installation, found without loading them, and their compilation into it."""
 
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -81,8 +83,16 @@ def test_instruction_sets_follow_from_the_flags_of_the_processor(flags, names, m
     assert find() == names
     monkeypatch.setattr(installed, "_may_use_amx", lambda: False)
     assert find() == [name for name in names if name != "amx"]
-    monkeypatch.setattr(installed.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(installed.platform, "machine", lambda: "riscv64")
     assert find() == ["portable"]
+
+
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_instruction_sets_of_arm_follow_from_its_bfloat16(has_bfloat16, monkeypatch):
+    monkeypatch.setattr(installed.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(installed, "_has_arm_bfloat16", lambda: has_bfloat16)
+    names = installed.supported_instruction_sets.__wrapped__()
+    assert names == ["neon_bf16", "neon", "portable"][not has_bfloat16 :]
 
 
 def test_the_named_instruction_set_is_the_one_in_use_or_refused(package, monkeypatch):
@@ -113,6 +123,19 @@ def test_the_reason_is_that_of_the_installation_and_names_the_command(package, m
 
 
 # -- compilation ------------------------------------------------------------------------------------------------------
+
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
+
+
+@pytest.mark.skipif(shutil.which(CROSS_COMPILER) is None, reason=f"needs the cross compiler {CROSS_COMPILER}")
+@pytest.mark.skipif(build.torch_folder() is None, reason="needs the headers of torch")
+@pytest.mark.parametrize("name", ["dispatch", "isa_neon", "isa_neon_bf16"])
+def test_the_kernels_compile_for_arm_without_warnings(name, monkeypatch):
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    ((source, flags),) = (each for each in build.sources_with_flags() if each[0].stem == name)
+    command = [CROSS_COMPILER, *flags, "-O1", "-Werror", "-S", "-o", os.devnull, source]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_kernels_are_compiled_into_the_package_and_uninstalled_with_it(package, capsys):

@@ -39,9 +39,14 @@ INSTRUCTION_SETS = {
     "avx512_bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx512bf16",
     "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma",
     "avx2": "-mavx2 -mfma",
+    "neon_bf16": "-march=armv8.2-a+bf16",
+    "neon": "",
     "portable": "",
 }
 """Additional flags of the sources `isa_*.cpp`."""
+
+ARCHITECTURES = {"amx": "x86_64", "avx": "x86_64", "neon": "aarch64"}
+"""Architecture of the processors that have an instruction set, by the beginning of the name of the instruction set."""
 
 
 def sources_checksum() -> str:
@@ -94,13 +99,20 @@ def sources_with_flags() -> list[tuple[Path, list[str]]]:
     """Return the C++ sources to compile for this processor, each with its compiler flags."""
     common = [*FLAGS.split(), *INTRINSICS_WARNINGS.split(), f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
     common += ["-isystem", f"{torch_folder()}/include", f'-DHEADWISE_SOURCES="{sources_checksum()}"']
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
     sources = {source.stem.removeprefix("isa_"): source for source in sorted((FOLDER / "cpp").glob("*.cpp"))}
     return [
         (source, [*common, *INSTRUCTION_SETS.get(name, "").split()])
         for name, source in sources.items()
-        if is_x86 or not name.startswith(("avx", "amx"))
+        if is_for_this_architecture(name)
     ]
+
+
+def is_for_this_architecture(name: str) -> bool:
+    """Return True if a source can be compiled for the architecture of this processor: the source of one of its
+    instruction sets, or one for every architecture. `name` is the name of an instruction set or of another source.
+    """
+    architectures = {each for start, each in ARCHITECTURES.items() if name.startswith(start)}
+    return not architectures or platform.machine().replace("AMD64", "x86_64") in architectures
 
 
 def build(library: Path = LIBRARY) -> None:

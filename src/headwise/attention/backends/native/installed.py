@@ -94,15 +94,24 @@ def supported_instruction_sets() -> list[str]:
     """Return the names of the instruction sets that native kernels are compiled for and this processor supports, the
     fastest first. The C++ code in `cpp/dispatch.cpp` follows the same rules.
     """
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return ["portable"]
     available = set(cpuinfo().partition("flags")[2].partition("\n")[0].split())
     names = []
-    for name, options in build.INSTRUCTION_SETS.items():
-        needed = {_FLAGS.get(flag, flag) for flag in options.replace("-m", "").split()}
-        if needed <= available and (name != "amx" or _may_use_amx()):
+    for name in filter(build.is_for_this_architecture, build.INSTRUCTION_SETS):
+        if name == "neon_bf16":
+            is_supported = _has_arm_bfloat16()
+        else:
+            options = build.INSTRUCTION_SETS[name].replace("-m", "").split()
+            needed = {_FLAGS.get(flag, flag) for flag in options}
+            is_supported = needed <= available and (name != "amx" or _may_use_amx())
+        if is_supported:
             names.append(name)
     return names
+
+
+def _has_arm_bfloat16() -> bool:
+    """Return True if Linux reports that this Arm processor has the instructions for bfloat16."""
+    capabilities, bfloat16 = 26, 1 << 14  # AT_HWCAP2 and HWCAP2_BF16
+    return bool(ctypes.CDLL(None).getauxval(capabilities) & bfloat16)
 
 
 def _may_use_amx() -> bool:

@@ -15,14 +15,14 @@
 #include "dropout.h"
 #include "few_rows.h"
 #include "gradient_products.h"
-#ifdef __AVX512BF16__
+#ifdef HEADWISE_PAIRS
 #include "gradient_pairs.h"
 #endif
 
 namespace headwise::HEADWISE_ISA {
 
 // Numbers of a row in the sums of gradients, for all kinds of products, and the multiple of keys in these sums.
-#ifdef __AVX512BF16__
+#ifdef HEADWISE_PAIRS
 inline int64_t padded(const Problem& p, int64_t width) { return round_up(width, p.bfloat16 ? kPairTile : kLanes); }
 inline int64_t key_step(const Problem& p) { return p.bfloat16 ? kPairTile : 1; }
 #else

@@ -6,7 +6,7 @@
 namespace headwise::HEADWISE_ISA {
 
 constexpr int kRows = 64;  // rows of a block: lanes of the vectors
-#ifdef __AVX512BF16__
+#ifdef HEADWISE_PAIRS
 constexpr int kKeys = 128;  // keys of a tile
 #else
 constexpr int kKeys = 96;  // keys of a tile: its scores and the queries of a block fit a first-level cache of 48 KB
@@ -35,7 +35,7 @@ inline int64_t blocks_per_kv_head(const Problem& p) {
 inline bool forward_has_pairs([[maybe_unused]] const Problem& p) {
 #if defined(__AMX_BF16__)
   return p.bfloat16;
-#elif defined(__AVX512BF16__)
+#elif defined(HEADWISE_PAIRS)
   return p.bfloat16 && blocks_per_kv_head(p) > 1;
 #else
   return false;

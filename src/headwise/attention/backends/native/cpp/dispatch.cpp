@@ -4,6 +4,8 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 #include <cstdlib>
@@ -40,6 +42,10 @@ const Kernels* choose() {
                                   {&avx512_kernels, has_avx512},
                                   {&avx2_kernels, has_avx2},
                                   {&portable_kernels, true}};
+#elif defined(__aarch64__)
+  constexpr unsigned long kBfloat16 = 1 << 14;  // HWCAP2_BF16 (Linux, Documentation/arch/arm64/elf_hwcaps.rst)
+  const Candidate candidates[] = {
+      {&neon_bf16_kernels, (getauxval(AT_HWCAP2) & kBfloat16) != 0}, {&neon_kernels, true}, {&portable_kernels, true}};
 #else
   const Candidate candidates[] = {{&portable_kernels, true}};
 #endif

@@ -98,15 +98,15 @@ class PairGradientProducts {
   }
 
  private:
-  // Round the weights and gradients of a tile, 2 keys and 32 rows at a time: as left factors, and gradients also as
-  // pairs of keys. What the tile lacks to a multiple of 32 keys and rows is 0.
+  // Round the weights and gradients of a tile, 2 keys and 2 vectors of rows at a time: as left factors, and gradients
+  // also as pairs of keys. What the tile lacks to a multiple of 32 keys and rows is 0.
   template <bool kWhole, class Differentiate>
   void narrow_derivatives(const Differentiate derivative, const int64_t count) {
     const int width = block_->width, padded_width = int(width_);
     uint16_t *const weights = weights_, *const slopes = slopes_;
     float* const pairs = reinterpret_cast<float*>(slope_pairs_);
     for (int64_t j = 0; j < count; j += 2)
-      for (int r = 0; r < padded_width; r += kPairTile) {
+      for (int r = 0; r < padded_width; r += 2 * kLanes) {
         Derivative results[2][2];
 #pragma GCC unroll 4
         for (int n = 0; n < 4; ++n) {

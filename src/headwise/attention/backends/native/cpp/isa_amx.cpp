@@ -1,5 +1,6 @@
 // The kernels for AVX-512 with the matrix unit AMX.
 #define HEADWISE_ISA amx
+#define HEADWISE_PAIRS "pairs_amx.h"
 // clang-format off
 #include "vector_avx512.h"
 #include "arithmetic.h"

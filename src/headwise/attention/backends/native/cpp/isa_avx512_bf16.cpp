@@ -1,5 +1,6 @@
 // The kernels for AVX-512 with products of bfloat16 pairs.
 #define HEADWISE_ISA avx512_bf16
+#define HEADWISE_PAIRS "pairs_avx512_bf16.h"
 // clang-format off
 #include "vector_avx512.h"
 #include "arithmetic.h"

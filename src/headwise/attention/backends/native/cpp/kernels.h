@@ -50,6 +50,8 @@ struct Kernels {
 
 constexpr int64_t kReducedKeys = 256;
 
-extern const Kernels amx_kernels, avx512_bf16_kernels, avx512_kernels, avx2_kernels, portable_kernels;
+extern const Kernels amx_kernels, avx512_bf16_kernels, avx512_kernels, avx2_kernels;
+extern const Kernels neon_bf16_kernels, neon_kernels;
+extern const Kernels portable_kernels;
 
 }  // namespace headwise

@@ -7,7 +7,7 @@
 #include "forward.h"
 #include "kernels.h"
 #include "many_rows_product.h"
-#ifdef __AVX512BF16__
+#ifdef HEADWISE_PAIRS
 #include "bfloat16.h"
 #endif
 
@@ -22,7 +22,7 @@ inline void forward_any(const Problem& p, const RowBlock& block, void* memory) {
   else forward_block<Products, Element, false>(p, block, memory);
 }
 
-#ifdef __AVX512BF16__
+#ifdef HEADWISE_PAIRS
 inline int64_t packed_bytes(const Problem& p) {
   return p.bfloat16 && (p.gradients || forward_has_pairs(p)) ? 2 * PackedShape(p).size() : 0;
 }
@@ -41,7 +41,7 @@ inline void pack(const Problem&, int64_t, void*, void*) {}
 
 inline void forward(const Problem& p, int64_t task, void* memory) {
   const RowBlock block = row_block(p, task);
-#ifdef __AVX512BF16__
+#ifdef HEADWISE_PAIRS
   if (p.packed) return forward_any<PairProducts, uint16_t>(p, block, memory);
 #endif
   if (p.bfloat16) forward_any<FloatProducts, uint16_t>(p, block, memory);
@@ -61,14 +61,14 @@ inline void merge_pieces(const Problem& p, int64_t unit, void* results) {
 }
 
 inline int64_t backward_memory(const Problem& p) {
-#ifdef __AVX512BF16__
+#ifdef HEADWISE_PAIRS
   if (p.bfloat16) return GradientTiles<PairGradientProducts, uint16_t>::memory(p);
 #endif
   return GradientTiles<FloatGradientProducts, float>::memory(p);
 }
 
 inline void backward(const Problem& p, const BackwardTask& task, void* memory) {
-#ifdef __AVX512BF16__
+#ifdef HEADWISE_PAIRS
   if (p.bfloat16) return backward_task<PairGradientProducts, uint16_t>(p, task, memory);
 #endif
   if (p.bfloat16) backward_task<FloatGradientProducts, uint16_t>(p, task, memory);

@@ -23,11 +23,7 @@ struct PairRows {
 
 }  // namespace headwise::HEADWISE_ISA
 
-#ifdef __AMX_BF16__
-#include "pairs_amx.h"
-#else
-#include "pairs_avx512_bf16.h"
-#endif
+#include HEADWISE_PAIRS  // the register tiles of the instruction set
 
 namespace headwise::HEADWISE_ISA {
 

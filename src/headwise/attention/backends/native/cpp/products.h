@@ -69,7 +69,7 @@ inline void multiply_strip(LeftMatrix left, int64_t height, const float* right, 
 // Numbers that are summed up in a register before they are added to other such sums: the error of a long sum grows with
 // its length, and more so where a product is rounded before it is added. Libraries sum up a single row in many lanes,
 // so that their sums are short.
-#ifdef __FMA__
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 template <int kN>
 constexpr int64_t kSumLength = kN == 1 ? 16 : 64;
 #else
