@@ -9,11 +9,12 @@
 
 namespace headwise::HEADWISE_ISA {
 
-constexpr int64_t kManyRows = 24;                     // with fewer, copying W takes longer than few_rows_product.h
-constexpr int64_t kPanel = kTileVectors * kLanes;      // outputs of a block of W
+constexpr int64_t kManyRows = 24;                         // with fewer, copying W takes longer than few_rows_product.h
+constexpr int64_t kPanel = kTileVectors * kLanes;         // outputs of a block of W
 constexpr int64_t kDepth = 2 * kSumLength<kTileVectors>;  // features of a block: 32 KiB with AVX-512
-constexpr int64_t kMostRows = 768;                     // rows of a task: the sums of a task stay in a second-level cache
-constexpr int64_t kFewestRows = 96;                    // rows of a task that are worth a copy of the block of its own
+constexpr int64_t kMostRows = 768;   // rows of a task: its sums stay in a second-level cache
+constexpr int64_t kFewestRows = 96;  // rows of a task that are worth a copy of the block of its own
+constexpr int64_t kLine = 16;        // numbers of a cache line
 
 // True for many rows, and for matrices that do not have their rows one after another in memory.
 inline bool has_many_rows(const LinearMap& map) {
@@ -52,8 +53,9 @@ class ManyRowsProduct {
       if (map_.weight_column == 1) pack_rows(begin, depth);
       else pack_columns(begin, depth);
       const LeftMatrix block{x.data + begin * x.column, x.row, x.column};
-      if (begin == 0) multiply_panel<kTileVectors, false>(block, depth);
-      else multiply_panel<kTileVectors, true>(block, depth);
+      const Coming coming = coming_after(begin);
+      if (begin == 0) multiply_panel<kTileVectors, false>(block, depth, coming);
+      else multiply_panel<kTileVectors, true>(block, depth, coming);
     }
     write();
   }
@@ -95,12 +97,39 @@ class ManyRowsProduct {
            feature * map_.weight_column;
   }
 
+  // The numbers of W that are copied next: `rows` rows of so many cache lines.
+  struct Coming {
+    const float* data;
+    int64_t stride, rows, lines;
+  };
+
+  // The block after the one that begins at a feature: the next features, or the first ones of the outputs that this
+  // thread is expected to compute next.
+  Coming coming_after(int64_t begin) const {
+    const bool is_last = begin + kDepth >= map_.width;
+    const int64_t feature = is_last ? 0 : begin + kDepth, output = is_last ? map_.threads * kPanel : 0;
+    const int64_t outputs = smaller(kPanel, larger(map_.out - first_output_ - output, 0));
+    const int64_t features = outputs ? smaller(kDepth, map_.width - feature) : 0;
+    const float* data = weight(output, feature);
+    if (map_.weight_column == 1) return {data, map_.weight_row, outputs, (features + kLine - 1) / kLine};
+    return {data, map_.weight_column, features, (outputs + kLine - 1) / kLine};
+  }
+
   // Multiply by the vectors of the panel that have outputs; the last panel may have fewer than `kVectorCount`.
+  // Meanwhile the numbers that are copied next are prefetched, some for each register tile.
   template <int kVectorCount, bool kAdd>
-  void multiply_panel(LeftMatrix x, int64_t depth) const {
+  void multiply_panel(LeftMatrix x, int64_t depth, Coming coming) const {
     if constexpr (kVectorCount > 1)
-      if (count_ <= (kVectorCount - 1) * kLanes) return multiply_panel<kVectorCount - 1, kAdd>(x, depth);
-    multiply_strip<kVectorCount, kAdd>(x, height_, panel_, kPanel, depth, sums_, kPanel);
+      if (count_ <= (kVectorCount - 1) * kLanes) return multiply_panel<kVectorCount - 1, kAdd>(x, depth, coming);
+    const int64_t tiles = (height_ + kTileRows - 1) / kTileRows, share = (coming.rows + tiles - 1) / tiles;
+    int64_t row = 0;
+    for (int64_t m = 0; m < height_; m += kTileRows) {
+      for (const int64_t end = smaller(row + share, coming.rows); row < end; ++row)
+        for (int64_t line = 0; line < coming.lines; ++line)
+          __builtin_prefetch(coming.data + row * coming.stride + line * kLine, 0, 2);
+      multiply_strip<kVectorCount, kAdd>({x.data + m * x.row, x.row, x.column}, smaller(kTileRows, height_ - m), panel_,
+                                         kPanel, depth, sums_ + m * kPanel, kPanel);
+    }
   }
 
   void write() const {
