@@ -20,10 +20,11 @@ Tensor linear_map(Tensor x, Tensor weight, MaybeTensor bias) {
   map.bfloat16 = x.scalar_type() == ScalarType::BFloat16;
   const ScalarType dtype = map.bfloat16 ? ScalarType::BFloat16 : ScalarType::Float;
   require(x, dtype, "x"), require(weight, dtype, "weight"), require(bias, dtype, "bias");
-  STD_TORCH_CHECK((x.is_contiguous() || (x.dim() == 2 && !map.bfloat16)) &&
-                      (weight.is_contiguous() || (std::min(weight.stride(0), weight.stride(1)) == 1 && !map.bfloat16)) &&
-                      (!bias || bias->is_contiguous()),
-                  "x, weight or bias has strides that are not supported");
+  STD_TORCH_CHECK(
+      (x.is_contiguous() || (x.dim() == 2 && !map.bfloat16)) &&
+          (weight.is_contiguous() || (std::min(weight.stride(0), weight.stride(1)) == 1 && !map.bfloat16)) &&
+          (!bias || bias->is_contiguous()),
+      "x, weight or bias has strides that are not supported");
   std::vector<int64_t> sizes(x.dim(), map.out), strides(x.dim(), 1);
   map.rows = 1;
   for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {

@@ -1,5 +1,6 @@
-// A linear map y = x W^T + b of many rows of x, in float32. Blocks of W are copied in an order in which the same feature
-// of neighbouring outputs is adjacent, so that the lanes of vectors are outputs, and each number of x is a scalar.
+// A linear map y = x W^T + b of many rows of x, in float32. Blocks of W are copied in an order in which the same
+// feature of neighbouring outputs is adjacent, so that the lanes of vectors are outputs, and each number of x is a
+// scalar.
 //
 // The products of each output are added in the same order, whatever the number of rows, of tasks and of threads, in
 // sums of `kDepth` products, which are then added one after another.
@@ -12,14 +13,14 @@ namespace headwise::HEADWISE_ISA {
 constexpr int64_t kManyRows = 24;                         // with fewer, copying W takes longer than few_rows_product.h
 constexpr int64_t kPanel = kTileVectors * kLanes;         // outputs of a block of W
 constexpr int64_t kDepth = 2 * kSumLength<kTileVectors>;  // features of a block: 32 KiB with AVX-512
-constexpr int64_t kMostRows = 768;   // rows of a task: its sums stay in a second-level cache
+constexpr int64_t kMostRows = 768;                        // rows of a task: its sums stay in a second-level cache
 constexpr int64_t kFewestRows = 96;  // rows of a task that are worth a copy of the block of its own
 constexpr int64_t kLine = 16;        // numbers of a cache line
 
 // True for many rows, and for matrices that do not have their rows one after another in memory.
 inline bool has_many_rows(const LinearMap& map) {
-  const bool has_rows = map.x_column == 1 && map.x_row == map.width && map.weight_column == 1 &&
-                        map.weight_row == map.width;
+  const bool has_rows =
+      map.x_column == 1 && map.x_row == map.width && map.weight_column == 1 && map.weight_row == map.width;
   return !map.bfloat16 && (map.rows >= kManyRows || !has_rows);
 }
 
