@@ -10,12 +10,12 @@
 
 namespace headwise::HEADWISE_ISA {
 
-constexpr int64_t kManyRows = 24;                         // with fewer, copying W takes longer than few_rows_product.h
-constexpr int64_t kPanel = kTileVectors * kLanes;         // outputs of a block of W
-constexpr int64_t kDepth = 2 * kSumLength<kTileVectors>;  // features of a block: 32 KiB with AVX-512
-constexpr int64_t kMostRows = 768;                        // rows of a task: its sums stay in a second-level cache
-constexpr int64_t kFewestRows = 96;  // rows of a task that are worth a copy of the block of its own
-constexpr int64_t kLine = 16;        // numbers of a cache line
+constexpr int64_t kManyRows = 24;                  // with fewer, copying W takes longer than few_rows_product.h
+constexpr int64_t kPanel = kTileVectors * kLanes;  // outputs of a block of W
+constexpr int64_t kDepth = 128;                    // features of a block: 32 KiB with AVX-512
+constexpr int64_t kMostRows = 768;                 // rows of a task: its sums stay in a second-level cache
+constexpr int64_t kFewestRows = 96;                // rows of a task that are worth a copy of the block of its own
+constexpr int64_t kLine = 16;                      // numbers of a cache line
 
 // True for many rows, and for matrices that do not have their rows one after another in memory.
 inline bool has_many_rows(const LinearMap& map) {
