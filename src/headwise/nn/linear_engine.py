@@ -2,7 +2,7 @@
 directly.
 
     float32     the native kernels where they have AVX-512 and MKL, torch's library, does not use it: on processors by
-                AMD; oneDNN for large products there, if the native kernels are not installed
+                AMD; oneDNN for large products there, if the native kernels are missing or do not use AVX-512
     bfloat16    oneDNN for a projection with a bias, without gradients: `F.linear` computes this product with oneDNN
                 too, but first writes the bias into the output
     few tokens  elsewhere the native kernel, without gradients, where it was measured to be faster (`native_rule`)
@@ -71,8 +71,8 @@ class NativeRule(NamedTuple):
 def engine_of(dtype: torch.dtype) -> LinearChoice:
     """Return the engine that computes ordinary linear projections in `dtype` on this processor, with the reason.
 
-    As measured in float32 (docs/lab-notes.md), the native kernels and oneDNN with AVX-512 take less than half the time
-    of MKL without, and with the same instructions MKL is faster.
+    As measured in float32 (docs/lab-notes.md), the native kernels and oneDNN with AVX-512 take about half the time of
+    MKL without, and with the same instructions MKL is faster.
     """
     wanted, engine = _wanted(), "torch"
     capability, mkl_has_avx512 = torch.backends.cpu.get_cpu_capability(), library.mkl_uses_avx512()
@@ -134,7 +134,7 @@ def native_rule(dtype: torch.dtype) -> NativeRule:
         rows, smallest_weight = range(2, 9), 2**16
         because = "from 2 to 8 tokens, MKL without AVX-512 is slower than the native kernel"
     else:
-        because = "for any number of tokens, the native kernels use AVX-512, and MKL does not"
+        because = "no rule for few tokens is needed: one engine computes all numbers of tokens"
     return NativeRule(rows, smallest_weight, because)
 
 
@@ -212,7 +212,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 def gains(x: Tensor, weight: Tensor) -> bool:
     """Return True if a linear projection of x is large enough that the engine of float32, oneDNN or the native kernels,
-    computes it faster than a library without AVX-512 instructions does.
+    computes it faster than torch does without AVX-512 instructions.
     """
     out, width = weight.shape
     if float32_engine() == "native":
@@ -285,9 +285,9 @@ def _registered() -> torch.library.Library:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias, computed by the engine that `engine_of` names for float32. Small products are computed
-    by headwise's native kernel for few tokens or by torch. oneDNN multiplies x in blocks of columns, and the products
-    of the blocks are added.
+    """Return x weight^T + bias, computed by the engine that `engine_of` names for float32. Products that are too small
+    for it are computed by torch, or by headwise's native kernel where `native_rule` says so. oneDNN multiplies x in
+    blocks of columns, and the products of the blocks are added.
     """
     if not gains(x, weight):
         return (by_native if gains_by_few_rows(x, weight, bias) else LINEAR)(x, weight, bias)
@@ -578,7 +578,7 @@ def _why_not_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
     """Return the reason that torch's `F.linear` computes a linear projection of x, and not the engine that `engine_of`
     names. Return None if that engine is faster.
     """
-    if not torch._C._get_mkldnn_enabled():
+    if engine_of(x.dtype).engine == "onednn" and not torch._C._get_mkldnn_enabled():
         return "oneDNN is switched off"
     if x.dtype == torch.float32:
         if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee"):

@@ -8,7 +8,7 @@ An instruction set that this processor does not have is skipped.
 import math
 import sys
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -221,6 +221,20 @@ def check_threads() -> None:
     torch.testing.assert_close(results_with(1), results_with(2), rtol=0, atol=0)
 
 
+def check_linear_maps(dtype: torch.dtype) -> None:
+    """Check linear maps of odd sizes against whole numbers, whose products have no rounding errors; in float32 also
+    those of transposed matrices, which end where their memory ends.
+    """
+    for (rows, width), out in product([(3, 37), (23, 1), (24, 131), (101, 16), (800, 129)], (1, 17, 64, 130)):
+        x, weight, bias = (torch.randint(-2, 3, sizes).to(dtype) for sizes in ((rows, width), (out, width), (out,)))
+        exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).to(dtype)
+        layouts = [(x, weight)]
+        if dtype == torch.float32:
+            layouts.append((x.t().contiguous().t(), weight.t().contiguous().t()))
+        for each, matrix in layouts:
+            torch.testing.assert_close(torch.ops.headwise.linear_map(each, matrix, bias), exact, rtol=0, atol=0)
+
+
 def main() -> None:
     """Run all checks."""
     torch.manual_seed(0)
@@ -232,6 +246,7 @@ def main() -> None:
         check_results(dtype)
         check_results(dtype, dropout=0.3)
         check_statistics(dtype)
+        check_linear_maps(dtype)
     check_dropped_weights()
     check_threads()
     print(library.instruction_set())
