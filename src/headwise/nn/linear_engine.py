@@ -197,7 +197,7 @@ def float32_linear(
     """
     is_compiling, has_gradient = torch.compiler.is_compiling(), needs_gradient(x, weight, bias)
     if is_compiling and not has_gradient and float32_engine() == "native" and not torch.is_autocast_enabled("cpu"):
-        return (by_native if gains(x, weight) else LINEAR)(x, weight, bias)
+        return (by_native if is_large_enough(x, weight) else LINEAR)(x, weight, bias)
     if is_compiling or has_gradient:
         register()
         result: Tensor = torch.ops.headwise.linear(x, weight, bias)
@@ -210,7 +210,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def gains(x: Tensor, weight: Tensor) -> bool:
+def is_large_enough(x: Tensor, weight: Tensor) -> bool:
     """Return True if a linear projection of x is large enough that the engine of float32, oneDNN or the native kernels,
     computes it faster than torch does without AVX-512 instructions.
     """
@@ -225,7 +225,7 @@ def gains(x: Tensor, weight: Tensor) -> bool:
     return rows >= SMALLEST_COPIED_FOR or not is_copied
 
 
-def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def is_for_few_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return True if headwise's native kernel for few tokens is expected to be the fastest way to compute the linear
     projection of x by `weight` and `bias`. Whether gradients are needed is not considered.
     """
@@ -289,8 +289,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     for it are computed by torch, or by headwise's native kernel where `native_rule` says so. oneDNN multiplies x in
     blocks of columns, and the products of the blocks are added.
     """
-    if not gains(x, weight):
-        return (by_native if gains_by_few_rows(x, weight, bias) else LINEAR)(x, weight, bias)
+    if not is_large_enough(x, weight):
+        return (by_native if is_for_few_tokens(x, weight, bias) else LINEAR)(x, weight, bias)
     if float32_engine() == "native":
         return by_native(x, weight, bias)
     block = _block_of(weight.shape[1])
@@ -551,7 +551,7 @@ def choice_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
     if torch._C._is_tracing():  # tracing would record the sizes that are read below
         return LinearChoice("torch", "torch traces the call")
     reason = None
-    if gains_by_few_rows(x, weight, bias) and not needs_gradient(x, weight, bias):
+    if is_for_few_tokens(x, weight, bias) and not needs_gradient(x, weight, bias):
         choice = LinearChoice("native", native_rule(x.dtype).because)
     else:
         choice = engine_of(x.dtype)
@@ -583,7 +583,7 @@ def _why_not_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | Non
     if x.dtype == torch.float32:
         if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee"):
             return "torch computes float32 products in a lower precision"
-        is_small = not gains(x, weight)
+        is_small = not is_large_enough(x, weight)
     else:
         if bias is None:
             return "without a bias, torch computes the same"
