@@ -47,7 +47,8 @@ def records_native_operators():
     x = torch.randn(2, 7, 36)
     shown = torch.rand(2, 1, 7, 7) > 0.5  # not ranges in each row: the operator leaves it to torch
     hidden = torch.zeros(7, 7).masked_fill(torch.ones(7, 7).triu(2) > 0, -torch.inf)
-    masks = (None, "attend_forward"), (hidden, "sdpa_with_mask"), (shown, "sdpa_with_mask")
+    rows = torch.tensor([[True]] * 3 + [[False]] * 4)  # repeats along the keys
+    masks = (None, "attend_forward"), *((mask, "sdpa_with_mask") for mask in (hidden, shown, rows))
     for mask, operator in masks:
         model, graphs = nn.Sequential(Attention(mask), Attention(mask)), []
         with torch.no_grad():
@@ -74,7 +75,7 @@ def records_linear_maps():
     """Check that compiled code of an accelerated model has the operator `headwise::linear`, with the outputs and
     gradients of before, where oneDNN is the faster library; a copy, an exported program and a subclass have torch's.
     """
-    linear_engine.float32_engine = lambda: "onednn"
+    linear_engine.engine_name = lambda _: "onednn"
 
     class Scaled(nn.Linear):
         def forward(self, x):
@@ -105,6 +106,26 @@ def records_linear_maps():
     with hw.accelerate(model, linear=False):
         linear_maps(model, x, graphs)
     assert [ours for ours, _ in graphs] == [1, 0, 0, 0], graphs
+
+
+def records_native_linear_maps():
+    """Check that compiled code of an accelerated model in bfloat16 has the operator of the native kernels where these
+    are the faster library and no gradient is needed.
+    """
+    linear_engine.engine_name = lambda _: "native"
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 255), nn.Linear(255, 256)).bfloat16()
+    x, recorded_names = torch.randn(200, 256).bfloat16(), []
+
+    def backend(module, _):
+        recorded_names.append([str(node.target) for node in module.graph.nodes if "linear" in str(node.target)])
+        return module.forward
+
+    for context in (torch.no_grad, torch.enable_grad):
+        with context(), hw.accelerate(model):
+            torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
+        torch._dynamo.reset()
+    is_ours = [["headwise" in name for name in names] for names in recorded_names]
+    assert is_ours == [[True, True, False], [False] * 3], recorded_names  # a width of 255 has no pairs
 
 
 def follows_the_rule():

@@ -164,10 +164,19 @@ def test_calls_without_an_axis_of_sequences(mask):
     assert acceleration.modules[0].accelerated == 1
 
 
+@pytest.mark.parametrize("mask", [torch.rand(2, 1, 9, 1) > 0.5, torch.zeros(9, 1), torch.ones(1, 1, dtype=torch.bool)])
+def test_masks_that_repeat_along_the_keys(mask):
+    q, k, v = torch.randn(2, 3, 9, 11), torch.randn(2, 3, 7, 11), torch.randn(2, 3, 7, 13)
+    model = Calls(q, k, v, mask)
+    with hw.accelerate(model) as acceleration:
+        torch.testing.assert_close(model(), SDPA(q, k, v, mask))
+    assert acceleration.modules[0].accelerated == 1
+
+
 def test_a_mask_that_layers_share_is_read_once(monkeypatch):
     reads = []
-    own = accelerated_sdpa.run_lengths
-    monkeypatch.setattr(accelerated_sdpa, "run_lengths", lambda *args: reads.append(args) or own(*args))
+    own = accelerated_sdpa.mask_ranges
+    monkeypatch.setattr(accelerated_sdpa, "mask_ranges", lambda *args: reads.append(args) or own(*args))
 
     class Twice(nn.Module):
         def __init__(self):

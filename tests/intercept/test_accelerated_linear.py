@@ -340,6 +340,11 @@ def test_compiled_code_has_the_operator(tracing_server):
     tracing_server.run("import traced_acceleration; traced_acceleration.records_linear_maps()")
 
 
+@pytest.mark.skipif(library.why_not_loaded() is not None, reason="the native kernels are not available")
+def test_compiled_models_in_bfloat16_have_the_native_operator(tracing_server):
+    tracing_server.run("import traced_acceleration; traced_acceleration.records_native_linear_maps()")
+
+
 def test_a_function_of_another_library_is_called(monkeypatch):
     use(monkeypatch, "onednn")
     model, x, _ = mlp()

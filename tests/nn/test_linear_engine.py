@@ -42,13 +42,13 @@ def engine(monkeypatch):
 
 
 @pytest.fixture(params=["onednn", "native"])
-def float32_linear(request, monkeypatch):
+def by_operators(request, monkeypatch):
     """Return the function that computes linear maps in float32, with this engine."""
     if request.param == "native" and library.why_not_loaded() is not None:
         pytest.skip(str(library.why_not_loaded()))
     with monkeypatch.context() as patch:
         patch.setattr(linear_engine, "engine_of", lambda _: linear_engine.LinearChoice(request.param, "a test"))
-        yield linear_engine.float32_linear
+        yield linear_engine.by_operators
 
 
 def tensors(rows, width, out, dtype=torch.float32, requires_grad=False):
@@ -71,7 +71,7 @@ def rms(tensor):
     "sizes", [(300, 211, 101), (300, 521, 101), (257, 2053, 67), (4099, 131, 67), (131, 257, 2053)]
 )
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_error_is_at_most_twice_that_of_torch(sizes, with_bias, float32_linear):
+def test_error_is_at_most_twice_that_of_torch(sizes, with_bias, by_operators):
     x, weight, bias = tensors(*sizes, requires_grad=True)
     inputs = [x, weight, bias] if with_bias else [x, weight]
     upstream = torch.randn(sizes[0], sizes[2])
@@ -82,35 +82,40 @@ def test_error_is_at_most_twice_that_of_torch(sizes, with_bias, float32_linear):
         return [y, *torch.autograd.grad(y, leaves, cast(upstream))]
 
     exact = results(F.linear, lambda tensor: tensor.double())
-    for ours, plain, true in zip(results(float32_linear), results(F.linear), exact, strict=True):
+    for ours, plain, true in zip(results(by_operators), results(F.linear), exact, strict=True):
         assert rms(ours - true) <= 2 * rms(plain - true)
         assert (ours - true).abs().max() <= 2 * (plain - true).abs().max()
 
 
 @needs_bfloat16
+@pytest.mark.parametrize("name", ["onednn", "native"])
 @pytest.mark.parametrize("make_x", [lambda x: x, lambda x: x[::2], lambda x: x.view(-1, 3, x.shape[-1])], ids="abc")
-def test_error_in_bfloat16_is_at_most_that_of_torch(make_x, monkeypatch):
-    monkeypatch.setattr(linear_engine, "_smallest_bfloat16_work", lambda: 2**20)
-    x, weight, bias = tensors(330, 211, 101, torch.bfloat16)
-    linear = nn.Linear(211, 101, dtype=torch.bfloat16)
+def test_error_in_bfloat16_is_at_most_that_of_torch(make_x, name, monkeypatch):
+    if name == "native" and library.why_not_loaded() is not None:
+        pytest.skip(str(library.why_not_loaded()))
+    x, weight, bias = tensors(330, 210, 101, torch.bfloat16)
+    linear = nn.Linear(210, 101, dtype=torch.bfloat16)
     linear.weight.data, linear.bias.data = weight, 10 * bias
     x = make_x(x)
     exact = F.linear(x.double(), weight.double(), linear.bias.double())
-    with torch.no_grad():
-        assert linear_engine.explain_linear(linear, x).engine == "onednn"
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(linear_engine, "engine_of", lambda _: linear_engine.LinearChoice(name, "a test"))
+        patch.setattr(linear_engine, "_smallest_bfloat16_work", lambda: 2**20)
+        patch.setattr(linear_engine, "_has_threads", lambda: True)
+        assert linear_engine.explain_linear(linear, x).engine == name
         ours, plain = linear_engine.project(linear, x), linear(x)
     assert rms(ours - exact) <= 1.01 * rms(plain - exact)
     assert (ours - exact).abs().max() <= 1.01 * (plain - exact).abs().max()
 
 
-def test_results_have_the_same_bits_in_every_call(float32_linear):
+def test_results_have_the_same_bits_in_every_call(by_operators):
     inputs = tensors(ROWS, WIDTH, OUT)
-    first = float32_linear(*inputs)
-    assert all(torch.equal(first, float32_linear(*inputs)) for _ in range(3))
+    first = by_operators(*inputs)
+    assert all(torch.equal(first, by_operators(*inputs)) for _ in range(3))
 
 
 @pytest.mark.parametrize("shape", [(ROWS, WIDTH), (2, ROWS, WIDTH), (2, 3, ROWS, WIDTH)])
-def test_leading_axes_and_layouts_are_free(shape, float32_linear):
+def test_leading_axes_and_layouts_are_free(shape, by_operators):
     weight, bias = torch.randn(OUT, WIDTH), torch.randn(OUT)
     x = torch.randn(shape)
     for each in (
@@ -119,15 +124,15 @@ def test_leading_axes_and_layouts_are_free(shape, float32_linear):
         x.expand(2, *shape),
         x.transpose(0, -2).contiguous().transpose(0, -2),
     ):
-        torch.testing.assert_close(float32_linear(each, weight, bias), F.linear(each, weight, bias), rtol=0, atol=2e-4)
+        torch.testing.assert_close(by_operators(each, weight, bias), F.linear(each, weight, bias), rtol=0, atol=2e-4)
     columns = torch.randn(WIDTH, OUT).t()
-    torch.testing.assert_close(float32_linear(x, columns, bias), F.linear(x, columns, bias), rtol=0, atol=2e-4)
+    torch.testing.assert_close(by_operators(x, columns, bias), F.linear(x, columns, bias), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 3), (3, 5, 0), (2, 0, 3)])
-def test_empty_tensors(sizes, float32_linear):
+def test_empty_tensors(sizes, by_operators):
     inputs = tensors(*sizes, requires_grad=True)
-    y = float32_linear(*inputs)
+    y = by_operators(*inputs)
     assert torch.equal(y, F.linear(*inputs))
     assert [gradient.shape for gradient in torch.autograd.grad(y.sum(), inputs)] == [each.shape for each in inputs]
 
@@ -143,7 +148,7 @@ def test_torchs_checks_of_operators(sizes):
         torch.library.opcheck(torch.ops.headwise.linear.default, inputs)
 
 
-def test_second_derivatives_equal_those_of_torch(float32_linear):
+def test_second_derivatives_equal_those_of_torch(by_operators):
     inputs = tensors(ROWS, WIDTH, OUT, requires_grad=True)
 
     def second(linear, leaves):
@@ -152,7 +157,7 @@ def test_second_derivatives_equal_those_of_torch(float32_linear):
 
     exact = second(F.linear, [tensor.detach().double().requires_grad_() for tensor in inputs])
     plain = second(F.linear, inputs)
-    for ours, theirs, true in zip(second(float32_linear, inputs), plain, exact, strict=True):
+    for ours, theirs, true in zip(second(by_operators, inputs), plain, exact, strict=True):
         assert rms(ours - true) <= 2 * rms(theirs - true)
 
 
@@ -231,6 +236,30 @@ def test_instructions_and_vendor_decide(capability, cpuinfo, expected, engine, m
     for_few = expected[0] if expected[0] == "native" else "torch"
     assert [choice.engine for choice in choices] == [for_few, for_few, expected[0]]
     assert expected[1] in linear_engine.engine_of(torch.float32).because
+
+
+@needs_bfloat16
+@pytest.mark.parametrize(
+    ("instructions", "expected"), [("avx512_bf16", "native"), ("amx", "onednn"), ("avx512", "onednn")]
+)
+def test_instructions_decide_in_bfloat16(instructions, expected, engine, monkeypatch):
+    def engines(**changes):
+        linear = nn.Linear(width := changes.get("width", 512), 1024, dtype=torch.bfloat16)
+        with torch.set_grad_enabled(changes.get("grad", False)):
+            return hw.explain_linear(linear, torch.randn(256, width, dtype=torch.bfloat16)).engine
+
+    engine("")
+    monkeypatch.setattr(library, "why_not_loaded", lambda: None)
+    monkeypatch.setattr(library, "instruction_set", lambda: instructions)
+    monkeypatch.setattr(linear_engine, "_has_threads", lambda: True)
+    assert engines() == expected
+    assert engines(grad=True) == "torch"
+    assert engines(width=511) == "onednn"  # which has no whole pairs
+    monkeypatch.setattr(linear_engine, "_has_threads", lambda: False)
+    assert engines() == "onednn"
+    assert engines(width=256) == expected
+    engine("onednn")
+    assert engines() == "onednn"
 
 
 def test_the_environment_variable_decides(engine):
@@ -399,11 +428,11 @@ def test_a_user_who_lowers_the_precision_of_products_gets_torchs(engine):
 
 
 @pytest.mark.parametrize("stride", [0, 2])
-def test_a_bias_with_gaps_is_read_right(stride, float32_linear):
+def test_a_bias_with_gaps_is_read_right(stride, by_operators):
     x, weight, bias = torch.randn(300, 256), torch.randn(512, 256), torch.randn(1024)[::2]
     bias = bias if stride else bias[:1].expand(512)
     assert linear_engine.is_large_enough(x, weight)
-    torch.testing.assert_close(float32_linear(x, weight, bias), F.linear(x, weight, bias), rtol=0, atol=1e-4)
+    torch.testing.assert_close(by_operators(x, weight, bias), F.linear(x, weight, bias), rtol=0, atol=1e-4)
 
 
 FORGET_CHOICES = """
@@ -418,7 +447,7 @@ import torch
 from torch import nn
 import headwise as hw
 from headwise.nn import linear_engine
-assert linear_engine.float32_engine() == "onednn"
+assert linear_engine.engine_name(torch.float32) == "onednn"
 layer = hw.MultiHeadAttention(64, 4, backend="reference")
 x, direction = torch.randn(1, 40, 64), torch.randn(1, 40, 64)
 

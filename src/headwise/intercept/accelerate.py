@@ -39,9 +39,9 @@ from headwise.nn.linear_engine import (
     FORWARDS,
     LINEAR_FORWARD,
     LinearChoice,
+    by_operators,
     choice_of,
     computed_by,
-    float32_linear,
     is_compiled_by_operator,
     is_left_to_torch,
 )
@@ -461,8 +461,8 @@ def _forward_of_linear(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
     if torch.compiler.is_compiling():
         running = (number for number, depth in compiled_modules.depths.items() if depth)
         is_accelerated = type(self) in PLAIN_LINEAR and any(number in _with_linear for number in running)
-        if is_accelerated and is_compiled_by_operator(input, self.weight):
-            return float32_linear(input, self.weight, self.bias)
+        if is_accelerated and is_compiled_by_operator(input, self.weight, self.bias):
+            return by_operators(input, self.weight, self.bias)
     elif not is_left_to_torch(self, input) and (recorders := _recorders_of(self)):
         attributes = vars(self)
         parameters = attributes["_parameters"]  # reading from here takes less time than reading an attribute

@@ -21,9 +21,9 @@ from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.backend_choice import why_slower
 from headwise.attention.backends.native import backend as native
 from headwise.attention.backends.native import library
+from headwise.attention.backends.native.mask_tensors import MaskRanges, mask_ranges
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
-from headwise.attention.masks.key_ranges import RunLengths, run_lengths
 from headwise.attention.problem import DTYPES, Problem
 from headwise.checks import called_by_compiler, has_own_class, has_values
 from headwise.intercept.patches import SDPA, Patches, call_replaced, is_causal_bias, is_foreign
@@ -192,14 +192,14 @@ class AcceleratedModules(threading.local):
                 recorders.add(id(module.recorder))
                 module.recorder.record(module.path, reason)
 
-    def ranges_of(self, mask: Tensor, dtype: torch.dtype | None) -> RunLengths:
+    def ranges_of(self, mask: Tensor, dtype: torch.dtype | None) -> MaskRanges:
         """Return a mask as ranges of visible keys, the form that the native kernels read. An additive mask is first
         cast to `dtype`. The ranges are computed once for a mask that several layers receive.
         """
         for read in self._masks:
             if read.is_of(mask, dtype):
                 return read.result
-        read = _ReadMask(mask.detach(), dtype, run_lengths)
+        read = _ReadMask(mask.detach(), dtype, mask_ranges)
         self._masks = [*self._masks[1 - MOST_MASKS :], read]
         return read.result
 
@@ -213,7 +213,7 @@ class _ReadMask:
     """
 
     def __init__(
-        self, mask: Tensor, dtype: torch.dtype | None, read: Callable[[Tensor, torch.dtype | None], RunLengths]
+        self, mask: Tensor, dtype: torch.dtype | None, read: Callable[[Tensor, torch.dtype | None], MaskRanges]
     ) -> None:
         self._mask, self._key = mask, _key(mask, dtype)
         self._copy = mask.clone() if mask.is_inference() else None
@@ -275,6 +275,15 @@ class SDPACall(NamedTuple):
         """Queries, keys and values of the call."""
         return self[:3]
 
+    @property
+    def mask_of_all_keys(self) -> Tensor:
+        """The mask with four axes (batch, heads, queries, keys), of which all but the keys may have size 1 where the
+        mask repeats. There must be a mask.
+        """
+        assert self.attn_mask is not None
+        mask = self.attn_mask[(None,) * (4 - self.attn_mask.ndim)]
+        return mask.expand(-1, -1, -1, self.key.shape[-2])
+
     def cast(self, dtype: torch.dtype) -> "SDPACall":
         """Return the call with queries, keys and values cast to `dtype`, as autocast does."""
         q, k, v = (each.to(dtype) if each.dtype in AUTOCAST_DTYPES else each for each in self.tensors)
@@ -324,10 +333,19 @@ def _answer(call: SDPACall) -> Float[Tensor, "*batch queries value_dim"] | str:
         return reason
     ranges = _causal_ranges(call.query.shape[-2], call.key.shape[-2]) if call.is_causal else None
     if mask is not None:
-        mask = mask[(None,) * (4 - mask.ndim)]
-        ranges, reason = accelerated_modules.ranges_of(mask, dtype if mask.dtype in AUTOCAST_DTYPES else None)
+        cast_to = dtype if mask.dtype in AUTOCAST_DTYPES else None
+        ranges, reason = accelerated_modules.ranges_of(call.mask_of_all_keys, cast_to)
         if reason is not None:
             return reason
+    return computed_by_kernels(call, ranges)
+
+
+def computed_by_kernels(
+    call: SDPACall, ranges: Int[Tensor, "#batch #heads #queries ranges 2"] | None
+) -> Float[Tensor, "*batch queries value_dim"]:
+    """Return the output of an attention call, computed by the native kernels. `ranges` are the keys that each query
+    attends to; None if no key is hidden.
+    """
     q, k, v = call.tensors if call.query.ndim == 4 else (tensor[None] for tensor in call.tensors)
     scale = q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
     out, _ = native.attend((*native.with_adjacent_columns(q, k, v), scale, None, 0.0, None, ranges, None, None))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.backends.native import backend as native
+from headwise.attention.backends.native.mask_tensors import mask_ranges
 from headwise.attention.masks.factories import causal
-from headwise.attention.masks.key_ranges import run_lengths
-from headwise.intercept.accelerated_sdpa import SDPACall, problem_of, why_not_supported
+from headwise.intercept.accelerated_sdpa import SDPACall, computed_by_kernels, problem_of, why_not_supported
 from headwise.intercept.patches import SDPA, call_replaced
 
 
@@ -95,12 +95,11 @@ def register_operator() -> torch.library.Library:
 
 def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
     """Return the output of a call by the native kernels, or by torch if the kernels cannot read the mask."""
-    ranges, reason = run_lengths(mask[(None,) * (4 - mask.ndim)])
+    call = SDPACall(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+    ranges, reason = mask_ranges(call.mask_of_all_keys)
     if reason is not None:
-        return _empty_output(q, k, v).copy_(SDPA(q, k, v, mask, scale=scale, enable_gqa=enable_gqa))
-    problem = problem_of(SDPACall(q, k, v, mask, scale=scale, enable_gqa=enable_gqa))
-    out: Tensor = torch.ops.headwise.attend(*native.arguments(problem, ranges, None))[0]
-    return out
+        return _empty_output(q, k, v).copy_(SDPA(*call[:4], scale=scale, enable_gqa=enable_gqa))
+    return computed_by_kernels(call, ranges)
 
 
 def _empty_output(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> Tensor:

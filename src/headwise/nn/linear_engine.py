@@ -3,8 +3,9 @@ directly.
 
     float32     the native kernels where they have AVX-512 and MKL, torch's library, does not use it: on processors by
                 AMD; oneDNN for large products there, if the native kernels are missing or do not use AVX-512
-    bfloat16    oneDNN for a projection with a bias, without gradients: `F.linear` computes this product with oneDNN
-                too, but first writes the bias into the output
+    bfloat16    without gradients, the native kernels where they multiply pairs of bfloat16 numbers by AVX-512; oneDNN
+                elsewhere for a projection with a bias: `F.linear` computes this product with oneDNN too, but first
+                writes the bias into the output
     few tokens  elsewhere the native kernel, without gradients, where it was measured to be faster (`native_rule`)
 
 The choice depends on the instructions and the vendor of the processor, and on nothing that is timed. The other
@@ -67,12 +68,17 @@ class NativeRule(NamedTuple):
     because: str
 
 
+ADDS_BIAS = LinearChoice("onednn", "in bfloat16, oneDNN adds the bias to the product itself")
+"""Choice for a projection with a bias in bfloat16."""
+
+
 @cache
 def engine_of(dtype: torch.dtype) -> LinearChoice:
     """Return the engine that computes ordinary linear projections in `dtype` on this processor, with the reason.
 
     As measured in float32 (docs/lab-notes.md), the native kernels and oneDNN with AVX-512 take about half the time of
-    MKL without, and with the same instructions MKL is faster.
+    MKL without, and with the same instructions MKL is faster. In bfloat16, the native kernels are faster than oneDNN
+    with the same instructions, most of all for short texts, and not faster than the matrix unit AMX.
     """
     wanted, engine = _wanted(), "torch"
     capability, mkl_has_avx512 = torch.backends.cpu.get_cpu_capability(), library.mkl_uses_avx512()
@@ -82,8 +88,10 @@ def engine_of(dtype: torch.dtype) -> LinearChoice:
         because = "this torch was built without oneDNN"
     elif dtype == torch.bfloat16:
         because = "oneDNN does not compute in bfloat16 on this processor"
-        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            engine, because = "onednn", "in bfloat16, oneDNN adds the bias to the product itself"
+        if not wanted and library.why_not_loaded() is None and library.instruction_set() == "avx512_bf16":
+            engine, because = "native", "the native kernels read each weight faster than oneDNN without AMX"
+        elif torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            engine, because = ADDS_BIAS
     elif dtype != torch.float32:
         because = "another engine is chosen in float32 and bfloat16 only"
     elif wanted == "onednn":
@@ -149,11 +157,17 @@ def _wanted() -> str:
 
 
 @called_by_compiler
-def float32_engine() -> str:
-    """Return the engine that computes linear projections in float32 on this processor. torch's compiler calls this
+def engine_name(dtype: torch.dtype) -> str:
+    """Return the engine that computes linear projections in `dtype` on this processor. torch's compiler calls this
     function instead of tracing it.
     """
-    return engine_of(torch.float32).engine
+    return engine_of(dtype).engine
+
+
+@called_by_compiler
+def _has_threads() -> bool:
+    """Return True if torch computes with more than one thread. torch's compiler calls this function."""
+    return torch.get_num_threads() > 1
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -172,6 +186,11 @@ SMALLEST_WORK = 2**22
 SMALLEST_WEIGHT, FEWEST_OUTPUTS = 2**13, 8
 """Numbers of elements and of rows of a weight below which a product is left to torch in place of the native kernels."""
 
+LARGEST_FOR_ONE_THREAD = 2**18
+"""Number of elements of a weight above which one thread computes a product in bfloat16 faster by oneDNN than by the
+native kernels.
+"""
+
 SMALLEST_COPIED_FOR = 128
 """Number of rows of x below which a product is left to torch if the blocks of the weight must be copied."""
 
@@ -181,22 +200,22 @@ LINEAR = torch._C._nn.linear
 _pointwise = torch.ops.mkldnn._linear_pointwise.default
 
 
-def float32_linear(
+def by_operators(
     x: Float[Tensor, "*tokens width"], weight: Float[Tensor, "out width"], bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "*tokens out"]:
-    """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by the engine that `engine_of` names
-    or, for small products, by torch.
+    """Return `F.linear(x, weight, bias)` for tensors on the CPU, computed by the engine that `engine_of` names or, for
+    small products, by torch. Tensors in bfloat16 must need no gradient.
 
-    OneDNN adds the products of a row one after another, so that its rounding error grows with the width of x. The width
-    is therefore split into blocks, whose products are added: that keeps the error near that of MKL (docs/lab-notes.md,
-    "Linear projections").
+    OneDNN adds the products of a row one after another, so that its rounding error grows with the width of x. In
+    float32, the width is therefore split into blocks, whose products are added: that keeps the error near that of MKL
+    (docs/lab-notes.md, "Linear projections").
 
     The operator `headwise::linear` has derivatives of every order, since its gradients are calls of itself: dx = dy W,
     dW = dy^T x, db = sum of dy over the tokens. Compiled code without gradients calls the operator of the native
     kernels, which is not written in Python.
     """
     is_compiling, has_gradient = torch.compiler.is_compiling(), needs_gradient(x, weight, bias)
-    if is_compiling and not has_gradient and float32_engine() == "native" and not torch.is_autocast_enabled("cpu"):
+    if is_compiling and not has_gradient and engine_name(x.dtype) == "native" and not torch.is_autocast_enabled("cpu"):
         return (by_native if is_large_enough(x, weight) else LINEAR)(x, weight, bias)
     if is_compiling or has_gradient:
         register()
@@ -211,12 +230,16 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def is_large_enough(x: Tensor, weight: Tensor) -> bool:
-    """Return True if a linear projection of x is large enough that the engine of float32, oneDNN or the native kernels,
-    computes it faster than torch does without AVX-512 instructions.
+    """Return True if the size of a linear projection of x is one for which the engine of its dtype, oneDNN or the
+    native kernels, is faster than torch.
     """
     out, width = weight.shape
-    if float32_engine() == "native":
-        return out * width >= SMALLEST_WEIGHT and out >= FEWEST_OUTPUTS
+    if engine_name(x.dtype) == "native":
+        is_large = out * width >= SMALLEST_WEIGHT and out >= FEWEST_OUTPUTS
+        if x.dtype == torch.float32 or not is_large:
+            return is_large
+        is_fast = out * width <= LARGEST_FOR_ONE_THREAD or _has_threads()
+        return is_fast and width % 2 == 0 and weight.is_contiguous()
     rows = x.numel() // max(width, 1)
     block = _block_of(width)
     if rows * block * out < SMALLEST_WORK:
@@ -291,7 +314,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if not is_large_enough(x, weight):
         return (by_native if is_for_few_tokens(x, weight, bias) else LINEAR)(x, weight, bias)
-    if float32_engine() == "native":
+    if engine_name(torch.float32) == "native":
         return by_native(x, weight, bias)
     block = _block_of(weight.shape[1])
     parts = zip(torch.split(x, block, dim=-1), torch.split(weight, block, dim=-1), strict=True)
@@ -452,8 +475,8 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
     """
     if torch.compiler.is_compiling():
         has_any_hooks = has_hooks(linear) or _has_further_hooks(linear)
-        if type(linear) is nn.Linear and not has_any_hooks and is_compiled_by_operator(x, linear.weight):
-            return float32_linear(x, linear.weight, linear.bias)
+        if type(linear) is nn.Linear and not has_any_hooks and is_compiled_by_operator(x, linear.weight, linear.bias):
+            return by_operators(x, linear.weight, linear.bias)
     elif type(linear) is nn.Linear:
         weight, bias = linear.weight, linear.bias  # read once: in a step of decoding, the reads of modules take time
         engine = _choose(linear, x, weight, bias).engine
@@ -465,17 +488,22 @@ def _project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tens
     return result
 
 
-def is_compiled_by_operator(x: Tensor, weight: Tensor) -> bool:
-    """Return True if torch's compiler receives the operator `headwise::linear` in place of a linear projection. It has
-    no forward-mode derivative, and decides when it runs whether the product is large enough for another engine.
+def is_compiled_by_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return True if torch's compiler receives an operator of headwise for a linear projection (`by_operators`).
+    These have no forward-mode derivative, and in bfloat16 no gradient. In float32, `headwise::linear` decides when it
+    runs whether the product is large enough for another engine.
     """
-    return (
-        not torch.compiler.is_exporting()
-        and float32_engine() != "torch"
-        and torch.autograd.forward_ad._current_level < 0
-        and x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-    )
+    if (
+        torch.compiler.is_exporting()
+        or torch.autograd.forward_ad._current_level >= 0
+        or x.device.type != "cpu"
+        or x.dtype != weight.dtype
+    ):
+        return False
+    if x.dtype == torch.bfloat16:
+        is_plain = not needs_gradient(x, weight, bias) and not torch.is_autocast_enabled("cpu")
+        return is_plain and engine_name(x.dtype) == "native" and is_large_enough(x, weight)
+    return x.dtype == torch.float32 and engine_name(torch.float32) != "torch"
 
 
 def computed_by(engine: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -486,7 +514,7 @@ def computed_by(engine: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         return _within_mode(F.linear, x, weight, bias)
     if engine == "native" and not needs_gradient(x, weight, bias):
         return by_native(x, weight, bias)
-    return (float32_linear if x.dtype == torch.float32 else product)(x, weight, bias)
+    return (by_operators if x.dtype == torch.float32 else product)(x, weight, bias)
 
 
 def _within_mode(function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
@@ -557,7 +585,9 @@ def choice_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
         choice = engine_of(x.dtype)
         if choice.engine == "torch":
             return choice
-        reason = _why_not_faster(x, weight, bias)
+        if x.dtype == torch.bfloat16 and choice.engine == "native" and not is_large_enough(x, weight):
+            choice = ADDS_BIAS
+        reason = _why_not_faster(choice.engine, x, weight, bias)
     reason = reason or _why_not_plain(x, weight, bias)
     return choice if reason is None else LinearChoice("torch", reason)
 
@@ -569,27 +599,28 @@ def is_left_to_torch(linear: nn.Linear, x: Tensor) -> bool:
     return (
         type(x) is Tensor
         and x.dtype is torch.bfloat16
+        and engine_of(torch.bfloat16).engine != "native"
         and x.numel() * linear.out_features < _smallest_bfloat16_work()
         and x.numel() // max(linear.in_features, 1) not in native_rule(torch.bfloat16).rows
     )
 
 
-def _why_not_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return the reason that torch's `F.linear` computes a linear projection of x, and not the engine that `engine_of`
-    names. Return None if that engine is faster.
+def _why_not_faster(engine: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Return the reason that torch's `F.linear` computes a linear projection of x, and not `engine`, oneDNN or the
+    native kernels. Return None if that engine is faster.
     """
-    if engine_of(x.dtype).engine == "onednn" and not torch._C._get_mkldnn_enabled():
+    if engine == "onednn" and not torch._C._get_mkldnn_enabled():
         return "oneDNN is switched off"
     if x.dtype == torch.float32:
         if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee"):
             return "torch computes float32 products in a lower precision"
         is_small = not is_large_enough(x, weight)
     else:
-        if bias is None:
+        if bias is None and engine == "onednn":
             return "without a bias, torch computes the same"
         if needs_gradient(x, weight, bias):
             return "with gradients, torch is as fast in bfloat16"
-        is_small = x.numel() * len(weight) < _smallest_bfloat16_work()
+        is_small = engine == "onednn" and x.numel() * len(weight) < _smallest_bfloat16_work()
     return "the product is too small for another engine to be faster" if is_small else None
 
 

@@ -225,7 +225,8 @@ def check_linear_maps(dtype: torch.dtype) -> None:
     """Check linear maps of odd sizes against whole numbers, whose products have no rounding errors; in float32 also
     those of transposed matrices, which end where their memory ends.
     """
-    for (rows, width), out in product([(3, 37), (23, 1), (24, 131), (101, 16), (800, 129)], (1, 17, 64, 130)):
+    sizes_of_x = [(3, 37), (23, 1), (7, 38), (24, 131), (101, 16), (800, 129), (790, 258)]
+    for (rows, width), out in product(sizes_of_x, (1, 17, 64, 130)):
         x, weight, bias = (torch.randint(-2, 3, sizes).to(dtype) for sizes in ((rows, width), (out, width), (out,)))
         exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).to(dtype)
         layouts = [(x, weight)]

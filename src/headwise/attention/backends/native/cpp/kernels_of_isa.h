@@ -94,9 +94,12 @@ inline void bias(const Problem& p, int64_t task, void* memory) {
 inline int64_t linear_tasks(const LinearMap& map) {
   return has_many_rows(map) ? panels(map) * row_parts(map) : few_rows_tasks(map);
 }
-inline int64_t linear_memory(const LinearMap& map) { return has_many_rows(map) ? ManyRowsProduct::memory(map) : 0; }
+inline int64_t linear_memory(const LinearMap& map) {
+  return has_many_rows(map) ? ManyRowsProduct<float>::memory(map) : 0;
+}
 inline void linear(const LinearMap& map, int64_t task, void* memory) {
-  if (has_many_rows(map)) ManyRowsProduct(map, task, memory).run();
+  if (has_many_rows(map) && map.bfloat16) ManyRowsProduct<uint16_t>(map, task, memory).run();
+  else if (has_many_rows(map)) ManyRowsProduct<float>(map, task, memory).run();
   else multiply_few_rows(map, task);
 }
 

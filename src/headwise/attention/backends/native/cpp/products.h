@@ -14,9 +14,14 @@ struct LeftMatrix {
   int64_t row, column;
 };
 
+// The sum of `sum` and the products of the lanes of a and b, which are numbers.
+struct OfNumbers {
+  static Floats add(Floats a, Floats b, Floats sum) { return multiply_add(a, b, sum); }
+};
+
 // C (kM x kN vectors), or the sum of C and it, = left (kM x depth) times right (depth x kN vectors). The sums of a tile
 // stay in registers; what C has already is added last, so that sums are blocked.
-template <int kM, int kN, bool kAdd>
+template <int kM, int kN, bool kAdd, class Product = OfNumbers>
 inline void multiply_tile(LeftMatrix left, const float* right, int64_t right_row, int64_t depth, float* c,
                           int64_t c_row) {
   Floats sums[kM][kN];
@@ -34,7 +39,7 @@ inline void multiply_tile(LeftMatrix left, const float* right, int64_t right_row
     for (int m = 0; m < kM; ++m) {
       const Floats scalar = all(column[m * left.row]);
 #pragma GCC unroll 4
-      for (int n = 0; n < kN; ++n) sums[m][n] = multiply_add(scalar, vectors[n], sums[m][n]);
+      for (int n = 0; n < kN; ++n) sums[m][n] = Product::add(scalar, vectors[n], sums[m][n]);
     }
   }
 #pragma GCC unroll 8
@@ -47,23 +52,23 @@ inline void multiply_tile(LeftMatrix left, const float* right, int64_t right_row
 }
 
 // The last `height` rows, fewer than a register tile has.
-template <int kM, int kN, bool kAdd>
+template <int kM, int kN, bool kAdd, class Product = OfNumbers>
 inline void multiply_rest(int64_t height, LeftMatrix left, const float* right, int64_t right_row, int64_t depth,
                           float* c, int64_t c_row) {
-  if (height == kM) multiply_tile<kM, kN, kAdd>(left, right, right_row, depth, c, c_row);
+  if (height == kM) multiply_tile<kM, kN, kAdd, Product>(left, right, right_row, depth, c, c_row);
   if constexpr (kM > 1)
-    if (height < kM) multiply_rest<kM - 1, kN, kAdd>(height, left, right, right_row, depth, c, c_row);
+    if (height < kM) multiply_rest<kM - 1, kN, kAdd, Product>(height, left, right, right_row, depth, c, c_row);
 }
 
-template <int kN, bool kAdd>
+template <int kN, bool kAdd, class Product = OfNumbers>
 inline void multiply_strip(LeftMatrix left, int64_t height, const float* right, int64_t right_row, int64_t depth,
                            float* c, int64_t c_row) {
   int64_t m = 0;
   for (; m + kTileRows <= height; m += kTileRows) {
-    multiply_tile<kTileRows, kN, kAdd>(left, right, right_row, depth, c + m * c_row, c_row);
+    multiply_tile<kTileRows, kN, kAdd, Product>(left, right, right_row, depth, c + m * c_row, c_row);
     left.data += kTileRows * left.row;
   }
-  multiply_rest<kTileRows - 1, kN, kAdd>(height - m, left, right, right_row, depth, c + m * c_row, c_row);
+  multiply_rest<kTileRows - 1, kN, kAdd, Product>(height - m, left, right, right_row, depth, c + m * c_row, c_row);
 }
 
 // Numbers that are summed up in a register before they are added to other such sums: the error of a long sum grows with

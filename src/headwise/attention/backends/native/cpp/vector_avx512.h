@@ -78,6 +78,11 @@ inline Floats narrow_pairs(Floats first, Floats second) {
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
 }
 
+// The sum of `sum` and the products of pairs of bfloat16 numbers: the lanes of a and b are pairs.
+inline Floats multiply_add_pairs(Floats a, Floats b, Floats sum) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
 // Round the lanes of two vectors to 32 bfloat16 numbers.
 inline void store_numbers(Floats first, Floats second, uint16_t* to) {
   _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
