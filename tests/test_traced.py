@@ -39,6 +39,10 @@ def test_one_compiled_graph_serves_every_length(run):
     run("compiles_for_every_length('decoder')")
 
 
+def test_compiled_decoding_with_growing_caches(run):
+    run("decodes_with_growing_caches()")
+
+
 @pytest.mark.slow
 def test_nan_does_not_survive_a_reset_of_a_static_cache(run):
     run("nan_does_not_survive_a_reset_of_the_cache()")

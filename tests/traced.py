@@ -113,6 +113,23 @@ def decodes_without_recompiling(name: str, backend: str = "aot_eager"):
     close(y[:, comparable], expected[:, comparable])
 
 
+def decodes_with_growing_caches(backend: str = "aot_eager"):
+    """Check that compiled decoding has the outputs of a forward pass over the whole text, and that a `DynamicCache`
+    then writes each token into its buffers instead of copying all of them.
+    """
+    layer, x = layer_with("decoder").eval(), torch.randn(BATCH, 90, EMBED)
+    for make in (hw.DynamicCache, lambda: hw.SlidingCache(90)):
+        torch._dynamo.reset()
+        cache, step = make(), torch.compile(layer, fullgraph=True, backend=backend)
+        with torch.no_grad():
+            out, addresses = [layer(x[:, :2], cache=cache)], set()
+            for token in range(2, 90):
+                out.append(step(x[:, token : token + 1], cache=cache))
+                addresses.add(cache.tensors[0].data_ptr())
+        close(torch.cat(out, dim=1), layer(x))
+        assert len(addresses) == 2 or not isinstance(cache, hw.DynamicCache), addresses
+
+
 def decodes_the_same_tokens_in_one_graph(**how: str):
     """Check that a greedy decoder with static caches, compiled as `torch.compile` is told by `how`, writes the same
     tokens as without compiling, from one graph for all steps and for two sets of caches, at constant addresses.

@@ -338,16 +338,20 @@ def test_tensors_of_the_first_call_are_never_overwritten():
     assert all(torch.equal(now, before) for now, before in zip(passed, numbered(0, 4), strict=True))
 
 
-def test_buffers_of_inference_mode_are_only_written_in_it():
+def test_buffers_are_written_within_inference_mode_and_outside():
     cache = hw.DynamicCache()
     with torch.inference_mode():
         append(cache, 0, 2)
         append(cache, 2, 1)
+        cache.reorder([1, 0])
+        cache.reorder([1, 0])
+    buffer = cache.buffers[0]
     with torch.no_grad():
         append(cache, 3, 1)
         assert first_sequence(append(cache, 4, 1)) == [0, 1, 2, 3, 4]
     with torch.inference_mode():
         assert first_sequence(append(cache, 5, 1)) == [0, 1, 2, 3, 4, 5]
+    assert cache.buffers[0] is buffer
     assert first_sequence(append(cache, 6, 1)) == [0, 1, 2, 3, 4, 5, 6]
 
 

@@ -161,15 +161,17 @@ class GrowingCache(Cache):
 
     Under `torch.no_grad()` tokens are written into preallocated buffers that have half as much memory to spare, so
     that appending one token copies one token. `tensors` are then views of the buffers: a token that is written after
-    a `crop` overwrites values that such a view may still show. With gradients enabled, while compiling and under
-    `torch.func`, every call copies all tokens and overwrites nothing.
+    a `crop` overwrites values that such a view may still show. With gradients enabled and under `torch.func`, every
+    call copies all tokens and overwrites nothing.
 
     Attributes:
+        writes_compiled: True if compiled code writes into the buffers too. Otherwise it copies all tokens.
         tensors: stored tokens, `(batch, kv_heads, length, width)` each; None before the first call.
         buffers: preallocated memory whose first tokens are `tensors`; None where nothing may be overwritten.
         token_count: number of tokens that each sequence has received.
     """
 
+    writes_compiled: ClassVar[bool] = False
     tensors: CachedTensors | None
     buffers: CachedTensors | None
     token_count: int
@@ -196,7 +198,8 @@ class GrowingCache(Cache):
     def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
         """Replace each cached sequence b by sequence `index[b]`; the length of `index` becomes the batch size."""
         if self.tensors is not None and self.buffers is not None:
-            self.buffers = reordered(self.buffers, index)
+            with torch.inference_mode(False):
+                self.buffers = reordered(self.buffers, index)
             self.tensors = first_tokens(self.tensors[0].shape[2], self.buffers)
         elif self.tensors is not None:
             self.tensors = reordered(self.tensors, index)
@@ -226,19 +229,17 @@ class GrowingCache(Cache):
         if self.tensors is None:
             return tuple(new), None
         _require_same_kind(self.tensors, new)
-        # Nothing is written in place with gradients, in subclasses of tensors, while compiling and under `torch.func`.
-        if torch.is_grad_enabled() or not all(type(tensor) is Tensor and has_values(tensor) for tensor in new):
+        # Nothing is written in place with gradients, in subclasses of tensors, while exporting and under `torch.func`.
+        may_write = self.writes_compiled and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        if torch.is_grad_enabled() or not all(type(each) is Tensor and (may_write or has_values(each)) for each in new):
             return tuple(torch.cat(pair, dim=2) for pair in zip(self.tensors, new, strict=True)), None
         stored_length = self.tensors[0].shape[2]
         length = stored_length + new[0].shape[2]
         buffers = self.buffers
-        # Outside of inference mode, torch refuses to write to what was made in it.
-        is_writable = buffers is not None and (
-            torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in buffers)
-        )
-        if buffers is None or buffers[0].shape[2] < length or not is_writable:
+        if buffers is None or buffers[0].shape[2] < length:
             capacity = length + max(length // 2, MIN_SPARE_TOKENS)
-            buffers = tuple(tensor.new_empty(*tensor.shape[:2], capacity, tensor.shape[3]) for tensor in self.tensors)
+            with torch.inference_mode(False):  # torch refuses to write to tensors of inference mode outside of it
+                buffers = tuple(each.new_empty(*each.shape[:2], capacity, each.shape[3]) for each in self.tensors)
             for buffer, tensor in zip(buffers, self.tensors, strict=True):
                 buffer[:, :, :stored_length] = tensor
         for buffer, tensor in zip(buffers, new, strict=True):
@@ -255,6 +256,7 @@ class DynamicCache(GrowingCache):
     """Cache that stores every token; its memory grows with the text."""
 
     reads_positions = False
+    writes_compiled = True
 
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"] | None, *, full_capacity: bool = False
