@@ -179,6 +179,12 @@ class GrowingCache(Cache):
     def __init__(self) -> None:
         self.reset()
 
+    @property
+    def stored_length(self) -> int:
+        """Number of tokens of `tensors`, which must not be None."""
+        assert self.tensors is not None
+        return self.tensors[0].shape[2]
+
     def reset(self) -> None:
         """Remove all tokens of all sequences, and release the buffers."""
         self.tensors, self.buffers, self.token_count = None, None, 0
@@ -228,19 +234,20 @@ class GrowingCache(Cache):
         """
         if self.tensors is None:
             return tuple(new), None
-        _require_same_kind(self.tensors, new)
+        stored_length = self.stored_length
+        stored = self.tensors if self.buffers is None else first_tokens(stored_length, self.buffers)
+        _require_same_kind(stored, new)
         # Nothing is written in place with gradients, in subclasses of tensors, while exporting and under `torch.func`.
         may_write = self.writes_compiled and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
         if torch.is_grad_enabled() or not all(type(each) is Tensor and (may_write or has_values(each)) for each in new):
-            return tuple(torch.cat(pair, dim=2) for pair in zip(self.tensors, new, strict=True)), None
-        stored_length = self.tensors[0].shape[2]
+            return tuple(torch.cat(pair, dim=2) for pair in zip(stored, new, strict=True)), None
         length = stored_length + new[0].shape[2]
         buffers = self.buffers
         if buffers is None or buffers[0].shape[2] < length:
             capacity = length + max(length // 2, MIN_SPARE_TOKENS)
             with torch.inference_mode(False):  # torch refuses to write to tensors of inference mode outside of it
-                buffers = tuple(each.new_empty(*each.shape[:2], capacity, each.shape[3]) for each in self.tensors)
-            for buffer, tensor in zip(buffers, self.tensors, strict=True):
+                buffers = tuple(each.new_empty(*each.shape[:2], capacity, each.shape[3]) for each in stored)
+            for buffer, tensor in zip(buffers, stored, strict=True):
                 buffer[:, :, :stored_length] = tensor
         for buffer, tensor in zip(buffers, new, strict=True):
             buffer.narrow(2, stored_length, tensor.shape[2]).copy_(tensor)
@@ -257,6 +264,10 @@ class DynamicCache(GrowingCache):
 
     reads_positions = False
     writes_compiled = True
+
+    @property
+    def stored_length(self) -> int:
+        return self.token_count  # not read from `tensors`: torch compiles no views of buffers that grow
 
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"] | None, *, full_capacity: bool = False
