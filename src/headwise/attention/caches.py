@@ -243,7 +243,7 @@ class GrowingCache(Cache):
             return tuple(torch.cat(pair, dim=2) for pair in zip(stored, new, strict=True)), None
         length = stored_length + new[0].shape[2]
         buffers = self.buffers
-        if buffers is None or buffers[0].shape[2] < length:
+        if buffers is None or buffers[0].shape[2] <= length:  # a full buffer would be another case to compile
             capacity = length + max(length // 2, MIN_SPARE_TOKENS)
             with torch.inference_mode(False):  # torch refuses to write to tensors of inference mode outside of it
                 buffers = tuple(each.new_empty(*each.shape[:2], capacity, each.shape[3]) for each in stored)
