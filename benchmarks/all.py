@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 SCRIPTS = (
     *("attention", "layer", "windows", "padding", "grouped", "decoding", "memory", "layer_memory"),
-    *("watching", "accelerating", "models", "ablating", "pruned_attention", "monitoring", "calls"),
+    *("watching", "accelerating", "models", "accelerated_steps", "ablating", "pruned_attention", "monitoring"),
+    "calls",
 )
 
 

@@ -25,6 +25,7 @@ TITLES = {
     "watching": "Watching a model",
     "accelerating": "Accelerating a model",
     "models": "Accelerated encoders against other runtimes",
+    "accelerated_steps": "Training and generating under acceleration",
     "ablating": "Removing heads, one at a time",
     "pruned_attention": "Attention with half of the heads",
     "monitoring": "Monitoring a training",

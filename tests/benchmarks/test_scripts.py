@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from benchmark_examples import ROOT
 import headwise as hw
 from benchmarks import (
     ablating,
+    accelerated_steps,
     accelerating,
     attention,
     attention_only,
@@ -37,7 +39,7 @@ from benchmarks.measure import Row
 from benchmarks.observed_call import check_statistics
 from benchmarks.oracle import YARDSTICK, WrongError
 from benchmarks.regime import Regime
-from benchmarks.watched_model import TINY, watched_model
+from benchmarks.watched_model import TINY, watched_model, words
 from benchmarks.watching_methods import EAGER, METHODS, OURS, PLAIN, checked_methods
 
 SCRIPTS = [attention, layer, windows, memory, watching, accelerating, ablating, pruned_attention]
@@ -84,6 +86,26 @@ def test_best_way_to_accelerate_an_encoder_is_compared_with_the_fastest_peer():
         assert best.ours <= plain.ours == compiled.ours
         assert best.note.startswith(f"({fastest.against}), Bert, {models.OURS}")
     assert not results["left_out"]
+
+
+def test_training_steps_of_accelerated_models_are_compared_with_plain_ones(capsys):
+    results = accelerated_steps.main(["--tiny", "--peers", "torch", "--rounds", "1"])
+    rows = list(map(Row.read, results["rows"]))
+    assert [(row.regime.dtype, row.note) for row in rows] == [
+        (dtype, "Llama, training step") for dtype in ("float32", "bfloat16")
+    ]
+    assert all(row.ratio.median > 0 for row in rows)
+
+
+@pytest.mark.parametrize("is_prompt", [True, False], ids=["prompt", "tokens"])
+def test_generation_is_timed_after_a_check_of_its_logits(is_prompt):
+    model = accelerated_steps.trained_model("Llama").eval()
+    call, logits = accelerated_steps.generation(model, torch.arange(9)[None], is_prompt=is_prompt)
+    text = torch.cat([torch.arange(9), words(accelerated_steps.STEPS, 4096)])[None]
+    with torch.no_grad():
+        expected = model(input_ids=text[:, : 9 if is_prompt else None]).logits[:, -1:]
+    torch.testing.assert_close(logits(), expected, rtol=1e-4, atol=1e-5)
+    assert call.seconds(1, time.perf_counter) > 0
 
 
 ENCODED = Regime(3, 41, 48, 6)
