@@ -106,6 +106,78 @@ def test_new_weights_are_used_at_once(engine):
                 torch.testing.assert_close(model(each), expected, rtol=1e-4, atol=1e-4)
 
 
+class Adapted(nn.Module):
+    """A linear layer with a trained addition of low rank (LoRA, Hu et al. 2021)."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(base.in_features, 4), nn.Linear(4, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_adapters_train_beside_frozen_weights(engine):
+    model, x, _ = mlp()
+    model.requires_grad_(False)
+    model[0], model[2] = Adapted(model[0]), Adapted(model[2])
+    trained = [each for each in model.parameters() if each.requires_grad]
+    other = copy.deepcopy(model)
+
+    def losses(model, steps=3):
+        optimizer, values = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 1e-2), []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            values.append(model(x).square().mean())
+            values[-1].backward()
+            optimizer.step()
+        return torch.stack(values).detach()
+
+    expected = losses(other)
+    with hw.accelerate(model) as acceleration:
+        torch.testing.assert_close(losses(model), expected, rtol=1e-4, atol=1e-5)
+    assert len(trained) == 8
+    assert all(parameter.grad is None for each in (model[0], model[2]) for parameter in each.base.parameters())
+    assert is_used_by(acceleration, engine) or engine == "few tokens"
+
+
+SHARDED = """
+import copy
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import headwise as hw
+torch.manual_seed(0)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layer = nn.TransformerEncoderLayer(96, 4, 200, 0.0, batch_first=True)
+model = nn.Sequential(layer, nn.Linear(96, 96))
+plain, x = copy.deepcopy(model), torch.randn(2, 70, 96)
+for module in (model[0], model[1], model):
+    fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
+outputs = []
+with hw.accelerate(model) as acceleration:
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), 1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            y = each(x)
+            y.square().mean().backward()
+            optimizer.step()
+            outputs.append(y.detach())
+    sharded = {name: each.full_tensor() for name, each in model.state_dict().items()}
+torch.testing.assert_close(outputs[3:], outputs[:3], rtol=1e-4, atol=1e-4)
+torch.testing.assert_close(sharded, dict(plain.state_dict()), rtol=1e-3, atol=1e-3)
+assert acceleration.linear_calls, acceleration
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+def test_a_fully_sharded_model_trains_as_before(tracing_server):
+    tracing_server.run(SHARDED)
+
+
 class Scaled(nn.Linear):
     """Subclass with another result."""
 
