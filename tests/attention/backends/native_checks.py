@@ -236,6 +236,17 @@ def check_linear_maps(dtype: torch.dtype) -> None:
             torch.testing.assert_close(torch.ops.headwise.linear_map(each, matrix, bias), exact, rtol=0, atol=0)
 
 
+def check_mask_ranges() -> None:
+    """Check that masks of odd sizes, which end where their memory ends, are read as the keys that they show."""
+    for keys in (1, 15, 16, 17, 40):
+        first = torch.randint(0, keys, (2, 3, 5, 1))
+        mask = torch.arange(keys) >= first
+        for each in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf), mask.mT.contiguous().mT):
+            ranges, number = torch.ops.headwise.mask_ranges(each, False)
+            assert number == 0
+            assert torch.equal(ranges, torch.stack([first, torch.full_like(first, keys)], -1).int())
+
+
 def main() -> None:
     """Run all checks."""
     torch.manual_seed(0)
@@ -250,6 +261,7 @@ def main() -> None:
         check_linear_maps(dtype)
     check_dropped_weights()
     check_threads()
+    check_mask_ranges()
     print(library.instruction_set())
 
 
