@@ -128,6 +128,31 @@ def records_native_linear_maps():
     assert is_ours == [[True, True, False], [False] * 3], recorded_names  # a width of 255 has no pairs
 
 
+def differentiates_within_compiled_code():
+    """Check that gradients by `torch.func` are those of the plain model where compiled code contains the transform, or
+    is inside of it: tensors of a gradient do not require one there.
+    """
+    accelerated_sdpa._why_slower = lambda problem, hides_nothing: None
+    linear_engine.engine_name = lambda _: "native"
+    hidden = torch.ones(7, 7).tril() > 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for layer in (Attention(None), Attention(hidden), nn.Linear(36, 256), hw.MultiHeadAttention(36, 3)):
+            model, x = nn.Sequential(layer).to(dtype).requires_grad_(False), torch.randn(2, 7, 36).to(dtype)
+
+            def loss(x, model=model):
+                return model(x).float().square().sum()
+
+            expected = torch.func.grad(loss)(x)
+            ways = (
+                torch.compile(torch.func.grad(loss), backend="aot_eager"),
+                torch.func.grad(torch.compile(loss, backend="aot_eager")),
+            )
+            with hw.accelerate(model):
+                for way in ways:
+                    torch.testing.assert_close(way(x), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+                    torch._dynamo.reset()
+
+
 def follows_the_rule():
     """Check that the rule for few queries is read without breaking the graph, on whatever processor this is."""
     model = Attention(None)

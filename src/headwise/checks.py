@@ -313,6 +313,14 @@ def called_by_compiler(function: FunctionT) -> FunctionT:
     return function
 
 
+@called_by_compiler
+def is_transformed() -> bool:
+    """Return True inside of a transform of `torch.func`, such as `grad` or `vmap`, also while torch compiles one: the
+    tensors of a gradient do not require one there. torch's compiler calls this function instead of tracing it.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def makes_plain_tensors() -> bool:
     """Return True if an operator called now returns an ordinary tensor, which can be kept for later calls. Return False
     while torch compiles or traces, inside a transform of `torch.func`, and while a torch function or dispatch mode is

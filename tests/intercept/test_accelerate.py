@@ -236,6 +236,7 @@ SQUARE = torch.randn(LENGTH, LENGTH)
         ({"attn_mask": torch.arange(2 * LENGTH * 7).reshape(2, 1, LENGTH, 7) % 2 == 0}, None),
         ({"scale": -1.0}, accelerated_sdpa.SCALE),
         ({"scale": 0.0}, accelerated_sdpa.SCALE),
+        ({"scale": torch.tensor(0.5)}, accelerated_sdpa.SCALE),
     ],
 )
 def test_unsupported_options(options, reason):
@@ -278,6 +279,29 @@ def test_second_derivatives_where_torch_has_them():
         torch.testing.assert_close(model(), SDPA(q, k, v))
 
 
+def test_second_derivatives_do_not_depend_on_earlier_calls():
+    q, k, v = torch.randn(2, 3, 5, 11), torch.randn(2, 3, 5, 11), torch.randn(2, 3, 5, 11)
+    model, other = Calls(q.mT.contiguous().mT.requires_grad_(), k, v), Calls(q.clone().requires_grad_(), k, v)
+    with hw.accelerate(model), hw.accelerate(other):
+        other()  # which the kernels compute
+        (gradient,) = torch.autograd.grad(model().square().sum(), model.args[0], create_graph=True)
+        (second,) = torch.autograd.grad(gradient.square().sum(), model.args[0])
+    assert bool(second.abs().max() > 0)
+
+
+@pytest.mark.parametrize("layout", ["heads first", "positions first", "one sequence"])
+def test_the_output_has_the_layout_of_torch(layout):
+    q, k, v = torch.randn(2, 3, 5, 11), torch.randn(2, 3, 7, 11), torch.randn(2, 3, 7, 11)
+    if layout == "positions first":
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "one sequence":
+        q, k, v = q[0], k[0], v[0]
+    model = Calls(q, k, v)
+    with torch.no_grad(), hw.accelerate(model) as acceleration:
+        assert model().stride() == SDPA(q, k, v).stride()
+    assert acceleration.modules[0].accelerated == 1
+
+
 @pytest.mark.parametrize(("dtype", "smallest"), accelerated_sdpa.SMALLEST_QUERIES.items())
 def test_few_queries_stay_with_torch(dtype, smallest, monkeypatch):
     monkeypatch.undo()  # the rule itself, on a processor where MKL uses AVX-512
@@ -301,7 +325,10 @@ def test_wide_heads_in_float32_stay_with_torch(monkeypatch):
 
 def test_an_error_of_torch_is_its_own():
     q, k, v = torch.randn(2, 3, 5, 11), torch.randn(2, 3, 5, 12), torch.randn(2, 3, 5, 12)
-    for arguments in ((q, k, v), (q, q), (q, q, q, torch.ones(4, 4, dtype=torch.bool)), (q, q, q, q.double())):
+    for arguments in (
+        *((q, k, v), (q, q), (q, q, q, torch.ones(4, 4, dtype=torch.bool)), (q, q, q, q.double())),
+        *((q, q, q, None, -0.5), (q, q, q, None, float("nan")), (q, q, q, None, 0.0, 1)),
+    ):
         with pytest.raises((RuntimeError, TypeError)) as plain:
             SDPA(*arguments)
         model = Calls(*arguments)

@@ -106,6 +106,43 @@ def test_new_weights_are_used_at_once(engine):
                 torch.testing.assert_close(model(each), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_gradients_have_tangents_and_batches(engine):
+    model, x, _ = mlp()
+    x = x.requires_grad_()
+    tangent, upstreams = torch.randn(2, 96, WIDTH), torch.randn(3, 2, 96, WIDTH)
+
+    def results():
+        y = model(x)
+        batched = torch.autograd.grad(y, x, upstreams, is_grads_batched=True, retain_graph=True)
+        outer = torch.func.jvp(
+            lambda u: torch.autograd.grad(y, x, u, create_graph=True)[0], (upstreams[0],), (tangent,)
+        )
+        return [*batched, *outer]
+
+    expected = results()
+    with hw.accelerate(model) as acceleration:
+        actual = results()
+    assert acceleration.linear_calls
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("engine")
+def test_sizes_that_the_function_of_torch_broadcasts(dtype):
+    model, x, _ = mlp(dtype)
+    with torch.no_grad():
+        for bias in (torch.ones(1), torch.tensor(2.0), torch.ones(1, OUT)):
+            model[0].bias = nn.Parameter(bias.to(dtype))
+            expected = model(x)
+            with hw.accelerate(model):
+                torch.testing.assert_close(model(x), expected)
+        linear = nn.Linear(WIDTH, OUT).to(dtype)
+        linear.weight, linear.bias = nn.Parameter(torch.randn(WIDTH, dtype=dtype)), None
+        expected = linear(x)
+        with hw.accelerate(linear):
+            torch.testing.assert_close(linear(x), expected)
+
+
 class Adapted(nn.Module):
     """A linear layer with a trained addition of low rank (LoRA, Hu et al. 2021)."""
 

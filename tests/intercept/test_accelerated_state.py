@@ -15,7 +15,7 @@ import transformers
 from test_accelerate import LENGTH, SDPA, Attention, attention
 from test_state import X, a_model, state_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import headwise as hw
 from headwise.attention.backends.native import library
@@ -247,6 +247,25 @@ def test_checkpointing_of_transformers(use_reentrant):
         torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-4 * float(right.abs().max()))
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_of_a_whole_model_and_of_its_layers(use_reentrant):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Attention() for _ in range(3))), torch.randn(2, LENGTH, 33).requires_grad_()
+    expected = gradients(model, x, model(x).sum((1, 2)))
+    ways = (
+        lambda: checkpoint(model, x, use_reentrant=use_reentrant),
+        lambda: model[2](checkpoint(model[1], model[0](x), use_reentrant=use_reentrant)),
+        lambda: checkpoint_sequential(model, 3, x, use_reentrant=use_reentrant),
+    )
+    for way in ways:
+        with hw.accelerate(model) as acceleration:
+            actual = gradients(model, x, way().sum((1, 2)))
+            assert acceleration.linear_calls
+            assert way is not ways[0] or [module.accelerated for module in acceleration.modules] == [1, 1, 1]
+        for ours, right in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
+
+
 # -- compilation ------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +283,10 @@ def test_a_compiled_model_records_native_operators(tracing_server):
 
 def test_a_compiled_model_runs_as_without_acceleration(tracing_server):
     tracing_server.run("import traced_acceleration; traced_acceleration.runs_as_without()")
+
+
+def test_gradients_by_transforms_of_compiled_models(tracing_server):
+    tracing_server.run("import traced_acceleration; traced_acceleration.differentiates_within_compiled_code()")
 
 
 def test_the_rule_for_few_queries_does_not_break_the_graph(tracing_server):

@@ -28,7 +28,13 @@ from torch.utils.hooks import RemovableHandle
 
 from headwise.attention.backends.native import library
 from headwise.checks import flag, require_module
-from headwise.intercept.accelerated_sdpa import CallRecorder, SDPACall, accelerated_modules, why_not
+from headwise.intercept.accelerated_sdpa import (
+    CallRecorder,
+    SDPACall,
+    accelerated_modules,
+    active_recorders,
+    why_not,
+)
 from headwise.intercept.adapters.all_adapters import sdpa_patches
 from headwise.intercept.compiled_sdpa import compiled_modules, register_operator
 from headwise.intercept.install import require_uncompiled
@@ -239,6 +245,8 @@ def _install(model: nn.Module, acceleration: Acceleration, *, linear: bool) -> E
     """
     with ExitStack() as stack:
         stack.enter_context(layer_patches)
+        active_recorders.append(acceleration)
+        stack.callback(active_recorders.remove, acceleration)
         register_operator()
         for path, module in marked_modules(model):
             if isinstance(module, TORCH_LAYERS):
@@ -463,7 +471,7 @@ def _forward_of_linear(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002
         is_accelerated = type(self) in PLAIN_LINEAR and any(number in _with_linear for number in running)
         if is_accelerated and is_compiled_by_operator(input, self.weight, self.bias):
             return by_operators(input, self.weight, self.bias)
-    elif not is_left_to_torch(self, input) and (recorders := _recorders_of(self)):
+    elif type(self) in PLAIN_LINEAR and not is_left_to_torch(self, input) and (recorders := _recorders_of(self)):
         attributes = vars(self)
         parameters = attributes["_parameters"]  # reading from here takes less time than reading an attribute
         if "weight" in parameters and "bias" in parameters and attributes.keys().isdisjoint(("weight", "bias")):
@@ -485,9 +493,7 @@ def _recorders_of(linear: nn.Linear) -> list[CallRecorder]:
     """
     if torch._C._current_graph_task_id() == -1:
         return [recorder for recorder, _ in _recorders.get(linear, ())] if _recorders else []
-    if not accelerated_modules.is_repeating:
-        return []
-    return [module.recorder for module in accelerated_modules.running if linear in module.recorder.linear_modules]
+    return [recorder for recorder in accelerated_modules.repeated if linear in recorder.linear_modules]
 
 
 FORWARDS.add(_forward_of_linear)

@@ -108,11 +108,12 @@ class AcceleratedModules(threading.local):
         running: the running modules, outermost first.
         is_repeating: True while activation checkpointing repeats a part of a forward pass in a backward pass, with the
             modules that were running there.
+        repeated: the accelerations that were active in that forward pass.
     """
 
     def __init__(self) -> None:
         self.running: list[RunningModule] = []
-        self.is_repeating = False
+        self.is_repeating, self.repeated = False, list[CallRecorder]()
         self._masks: list[_ReadMask] = []
 
     @property
@@ -137,7 +138,7 @@ class AcceleratedModules(threading.local):
         repetition would save different tensors for the gradient.
         """
         is_backward = torch._C._current_graph_task_id() != -1
-        if is_backward and not (self.is_repeating and self.running):
+        if is_backward and recorder not in self.repeated:
             return
         self.end(recorder, module)  # torch calls no hook after KeyboardInterrupt, so it may be there
         self.running.append(RunningModule(recorder, path, module))
@@ -155,16 +156,16 @@ class AcceleratedModules(threading.local):
             self._masks.clear()
 
     @contextmanager
-    def repeating(self, running: list[RunningModule]) -> Iterator[None]:
-        """Return a context in which `running` are the running modules, for activation checkpointing that repeats a part
-        of a forward pass.
+    def repeating(self, running: list[RunningModule], recorders: list[CallRecorder]) -> Iterator[None]:
+        """Return a context in which `running` are the running modules and `recorders` the active accelerations, for
+        activation checkpointing that repeats a part of a forward pass.
         """
-        before = self.running, self.is_repeating
-        self.running, self.is_repeating = running[:], True
+        before = self.running, self.is_repeating, self.repeated
+        self.running, self.is_repeating, self.repeated = running[:], True, recorders
         try:
             yield
         finally:
-            self.running, self.is_repeating = before
+            self.running, self.is_repeating, self.repeated = before
 
     @contextmanager
     def paused(self, reason: str) -> Iterator[None]:
@@ -236,6 +237,9 @@ def _key(mask: Tensor, dtype: torch.dtype | None) -> tuple[object, ...]:
 
 accelerated_modules = AcceleratedModules()
 """The running modules of accelerated models; each thread has its own."""
+
+active_recorders: list[CallRecorder] = []
+"""The accelerations that have not ended, of all models and threads."""
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -389,10 +393,11 @@ def why_not(call: SDPACall) -> str | None:
     support the call and are expected to be faster. Only sizes, dtypes and options are read, not the values of tensors.
     """
     mask = call.attn_mask
+    strides = tuple(tensor.stride() for tensor in call.tensors) if call.needs_gradient else None
     key = (
         *((tensor.shape, tensor.dtype, tensor.device) for tensor in call.tensors),
         *(None if mask is None else (mask.shape, mask.dtype, mask.requires_grad), call[4:]),
-        *(call.needs_gradient, torch.get_num_threads(), torch._C._get_flash_sdp_enabled()),
+        *(strides, torch.get_num_threads(), torch._C._get_flash_sdp_enabled()),
     )
     if key not in _reasons:
         if len(_reasons) >= MOST_REASONS:
@@ -407,8 +412,10 @@ def why_not_supported(call: SDPACall) -> str | None:
     """
     if not _has_usual_sizes(call):
         return SIZES
-    if call.scale is not None and not 0 < call.scale < math.inf:
+    if call.scale is not None and not (isinstance(call.scale, (int, float)) and 0 < call.scale < math.inf):
         return SCALE
+    if not (isinstance(call.is_causal, bool) and isinstance(call.enable_gqa, bool)):
+        return UNUSUAL
     is_square = call.query.shape[-2] == call.key.shape[-2]
     problem = problem_of(call, causal() if call.is_causal and is_square else None)
     return native.why_not(problem) or _why_not_options(call) or _why_slower(problem, call.attn_mask is None)
@@ -431,7 +438,7 @@ def _why_not_options(call: SDPACall) -> str | None:
     """Return the reason why the native kernels cannot compute a call with these options, such as dropout or a mask.
     Return None if they can.
     """
-    if call.dropout_p > 0:
+    if call.dropout_p != 0:
         return DROPOUT
     reason = None if call.attn_mask is None else _why_not_mask(call, call.attn_mask)
     if reason is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
-from headwise.intercept.accelerated_sdpa import accelerated_modules
+from headwise.intercept.accelerated_sdpa import accelerated_modules, active_recorders
 from headwise.intercept.module_call import must_trace
 from headwise.intercept.session import current_session
 
@@ -39,7 +39,8 @@ class InterceptedCheckpointFrame(_CheckpointFrame):
 
 class _Repeatable:
     """Function that checkpointing calls again in the backward pass. The object stores the interceptors, running module
-    calls and accelerated modules from when it was created, and restores them for the second call.
+    calls and accelerated modules from when it was created, and restores them for the second call. It also stores the
+    active accelerations, since the function may call an accelerated model that was not running yet.
     """
 
     def __init__(self, function: Callable[..., Any], is_first_call_forward: bool) -> None:
@@ -47,6 +48,7 @@ class _Repeatable:
         session = current_session()
         must_trace(session.module_calls)  # what is repeated is traced, with the origins of this call
         self._session, self._accelerated = session.snapshot(), accelerated_modules.running[:]
+        self._recorders = active_recorders[:]
 
     def __call__(self, *args: Any) -> Any:
         """Call the function: in the forward pass as it is, and afterwards as a repetition."""
@@ -64,8 +66,8 @@ class _Repeatable:
         with ExitStack() as stack:
             for interception in self._session.current_interceptions:
                 stack.enter_context(interception)
-            for module in self._accelerated:
-                stack.enter_context(module.recorder.patches)
-            stack.enter_context(accelerated_modules.repeating(self._accelerated))
+            for recorder in self._recorders:
+                stack.enter_context(recorder.patches)
+            stack.enter_context(accelerated_modules.repeating(self._accelerated, self._recorders))
             stack.enter_context(self._session.repeated())
             yield

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.backends.native import backend as native
+from headwise.attention.backends.native import operators
 from headwise.attention.backends.native.mask_tensors import mask_ranges
 from headwise.attention.masks.factories import causal
+from headwise.checks import is_transformed
 from headwise.intercept.accelerated_sdpa import SDPACall, computed_by_kernels, problem_of, why_not_supported
 from headwise.intercept.patches import SDPA, call_replaced
 
@@ -51,7 +53,8 @@ def compiled_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) ->
     computes by the native kernels what these support and compute faster; other calls are those of `previous`, the
     replaced function.
     """
-    if previous is SDPA and any(compiled_modules.depths.values()) and not torch.compiler.is_exporting():
+    is_accelerated = any(compiled_modules.depths.values()) and not (torch.compiler.is_exporting() or is_transformed())
+    if previous is SDPA and is_accelerated:
         call = SDPACall.of(*args, **kwargs)
         dtype = autocast_dtype(call.query.device)
         if dtype is not None:
@@ -104,5 +107,4 @@ def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float 
 
 def _empty_output(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> Tensor:
     """Return the output of a call in the memory layout of the native kernels, without values."""
-    batch, heads, queries, _head_dim = q.shape
-    return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
+    return operators.empty_output(q, v)

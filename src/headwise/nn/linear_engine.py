@@ -29,7 +29,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from headwise.attention.backends.native import library
-from headwise.checks import called_by_compiler, has_own_class
+from headwise.checks import called_by_compiler, has_own_class, is_transformed
 from headwise.errors import InputError
 from headwise.shapes import Float
 
@@ -357,10 +357,12 @@ def _backward(ctx: Any, upstream: Float[Tensor, "*tokens out"]) -> tuple[Tensor 
     _, x, weight = ctx.saved_tensors
     rows = _rows(upstream)
     x_gradient = weight_gradient = bias_gradient = None
+    is_plain = torch.autograd.forward_ad._current_level < 0 and not is_transformed()
+    linear = torch.ops.headwise.linear if is_plain else LINEAR  # which has a forward-mode derivative and is transformed
     if weight is not None:
-        x_gradient = torch.ops.headwise.linear(upstream, weight.t(), None)
+        x_gradient = linear(upstream, weight.t(), None)
     if x is not None:
-        weight_gradient = torch.ops.headwise.linear(rows.t(), _rows(x).t(), None)
+        weight_gradient = linear(rows.t(), _rows(x).t(), None)
     if ctx.needs_input_grad[2]:
         bias_gradient = rows.sum(0)
     return x_gradient, weight_gradient, bias_gradient
@@ -368,7 +370,7 @@ def _backward(ctx: Any, upstream: Float[Tensor, "*tokens out"]) -> tuple[Tensor 
 
 def _rows(tensor: Float[Tensor, "*tokens width"]) -> Float[Tensor, "rows width"]:
     """Return the tensor as a matrix with one row per token: all axes before the last become one."""
-    return tensor[None] if tensor.ndim == 1 else tensor.flatten(0, -2)
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 # -- calls of modules --------------------------------------------------------------------------------------------------
@@ -495,9 +497,11 @@ def is_compiled_by_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> b
     """
     if (
         torch.compiler.is_exporting()
+        or is_transformed()
         or torch.autograd.forward_ad._current_level >= 0
         or x.device.type != "cpu"
         or x.dtype != weight.dtype
+        or not _has_sizes_of_a_map(weight, bias)
     ):
         return False
     if x.dtype == torch.bfloat16:
@@ -578,6 +582,8 @@ def choice_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
         return NOT_PLAIN
     if torch._C._is_tracing():  # tracing would record the sizes that are read below
         return LinearChoice("torch", "torch traces the call")
+    if not _has_sizes_of_a_map(weight, bias):
+        return NOT_PLAIN
     reason = None
     if is_for_few_tokens(x, weight, bias) and not needs_gradient(x, weight, bias):
         choice = LinearChoice("native", native_rule(x.dtype).because)
@@ -651,6 +657,13 @@ def _why_not_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
     if x.ndim < 2 or x.shape[-1] != weight.shape[1] or x.numel() == 0 or weight.numel() == 0:
         return "x is empty, or does not fit the weight"
     return "autocast is on" if torch.is_autocast_enabled("cpu") else None
+
+
+def _has_sizes_of_a_map(weight: Tensor, bias: Tensor | None) -> bool:
+    """Return True if the weight is a matrix, and the bias has one number for each of its rows. `F.linear` accepts
+    others, too.
+    """
+    return weight.ndim == 2 and (bias is None or bias.shape == weight.shape[:1])
 
 
 def has_hooks(module: nn.Module) -> bool:

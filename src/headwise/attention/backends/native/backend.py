@@ -17,6 +17,7 @@ from headwise.attention.backends.native.parts import Options, attend_in_parts
 from headwise.attention.masks.key_ranges import visible_keys
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.tensors import KeyRanges, Matrix
+from headwise.checks import is_transformed
 
 name = "native"
 
@@ -51,11 +52,11 @@ def _why_not_tensors(problem: Problem) -> str | None:
         return f"the native kernels are for the CPU, and q is on {problem.q.device}"
     if problem.q.dtype not in DTYPES:
         return f"the native kernels compute in float32 and bfloat16, and q is in {problem.q.dtype}"
-    if torch.compiler.is_compiling():
-        return None
-    if torch._C._is_tracing():
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and torch._C._is_tracing():
         return "the native kernels cannot be recorded by torch.jit.trace"
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, problem.tensors)):
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if is_transformed() if is_compiling else any(map(is_wrapped, problem.tensors)):
         return "the native kernels have no rules for transforms of torch.func"
     return None
 

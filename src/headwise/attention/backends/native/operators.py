@@ -34,10 +34,18 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
     """Return tensors without meaningful values, in the shapes and dtypes of the results of `attend_forward`, for
     tracing. The results are the output, the log-sum-exp, and two numbers of each row for the backward pass.
     """
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_output(q, v), lse, lse.new_empty(*lse.shape, 2)
+
+
+def empty_output(q: Tensor, v: Tensor) -> Tensor:
+    """Return an output of attention in the memory layout that the native kernels choose, without values: contiguous if
+    q is, and otherwise with the heads of one position adjacent.
+    """
     batch, heads, queries, _head_dim = q.shape
-    out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
-    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
-    return out, lse, lse.new_empty(*lse.shape, 2)
+    if q.is_contiguous():
+        return q.new_empty(batch, heads, queries, v.shape[3])
+    return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.native.operators import with_usual_strides
+from headwise.attention.backends.native.operators import empty_output, with_usual_strides
 from headwise.attention.backends.sinks_gradient import SinksGradient
 from headwise.attention.masks.key_ranges import Part, VisibleKeys
 from headwise.attention.tensors import Bias, Matrix, Outputs, PerHead, PerRow
@@ -97,9 +97,8 @@ class _AttentionInParts(torch.autograd.Function):
         """Return the output, the log-sum-exp, and two numbers of each row that the backward pass needs to normalize
         weights.
         """
-        batch, heads, queries, _ = q.shape
-        out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
-        lse, normalizers = torch.empty(batch, heads, queries), torch.empty(batch, heads, queries, 2)
+        out, rows = empty_output(q, v), q.shape[:3]
+        lse, normalizers = torch.empty(rows), torch.empty(*rows, 2)
         checksums = []
         for part in parts:
             ranges, matrix = visible.of_part(part)
