@@ -341,7 +341,14 @@ def _answer(call: SDPACall) -> Float[Tensor, "*batch queries value_dim"] | str:
         ranges, reason = accelerated_modules.ranges_of(call.mask_of_all_keys, cast_to)
         if reason is not None:
             return reason
-    return computed_by_kernels(call, ranges)
+    return laid_out_like(call.query, computed_by_kernels(call, ranges))
+
+
+def laid_out_like(query: Tensor, out: Tensor) -> Tensor:
+    """Return the output of an attention call in the memory layout that torch gives it: contiguous if the query is. The
+    native kernels write the heads of one position next to each other.
+    """
+    return out.contiguous() if query.is_contiguous() else out
 
 
 def computed_by_kernels(

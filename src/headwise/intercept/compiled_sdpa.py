@@ -18,7 +18,13 @@ from headwise.attention.backends.native import operators
 from headwise.attention.backends.native.mask_tensors import mask_ranges
 from headwise.attention.masks.factories import causal
 from headwise.checks import is_transformed
-from headwise.intercept.accelerated_sdpa import SDPACall, computed_by_kernels, problem_of, why_not_supported
+from headwise.intercept.accelerated_sdpa import (
+    SDPACall,
+    computed_by_kernels,
+    laid_out_like,
+    problem_of,
+    why_not_supported,
+)
 from headwise.intercept.patches import SDPA, call_replaced
 
 
@@ -63,11 +69,11 @@ def compiled_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) ->
                 call = call._replace(attn_mask=call.attn_mask.to(dtype))
         if _is_for_kernels(call):
             if call.attn_mask is None:
-                return native.run(problem_of(call, causal() if call.is_causal else None)).out
+                out = native.run(problem_of(call, causal() if call.is_causal else None)).out
+                return laid_out_like(call.query, out)
             of_mask = call.attn_mask, call.scale, call.enable_gqa
-            result: Tensor = torch.ops.headwise.sdpa_with_mask(*call.tensors, *of_mask)
-            return result
-    result = call_replaced(previous, *args, **kwargs)
+            return laid_out_like(call.query, torch.ops.headwise.sdpa_with_mask(*call.tensors, *of_mask))
+    result: Tensor = call_replaced(previous, *args, **kwargs)
     return result
 
 

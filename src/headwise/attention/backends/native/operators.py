@@ -39,12 +39,10 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
 
 
 def empty_output(q: Tensor, v: Tensor) -> Tensor:
-    """Return an output of attention in the memory layout that the native kernels choose, without values: contiguous if
-    q is, and otherwise with the heads of one position adjacent.
+    """Return an output of attention in the memory layout of the native kernels, without values: the heads of one
+    position are adjacent.
     """
     batch, heads, queries, _head_dim = q.shape
-    if q.is_contiguous():
-        return q.new_empty(batch, heads, queries, v.shape[3])
     return q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
 
 

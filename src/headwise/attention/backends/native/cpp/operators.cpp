@@ -73,14 +73,11 @@ void set_dropout(Problem& p, double dropout, const MaybeTensor& seed, int64_t fi
   p.first_query = first_query, p.first_key = first_key;
 }
 
-// Allocate the output and the log-sum-exp. As in torch, the output is contiguous if q is; otherwise the heads of one
-// position are adjacent in memory, as output projections need them.
-std::tuple<Tensor, Tensor, Tensor> allocate_results(Problem& p, const Tensor& q) {
-  const ScalarType dtype = q.scalar_type();
-  const int64_t row = p.heads * p.value_dim, rows = p.heads * p.queries, head = p.queries * p.value_dim;
-  std::vector<int64_t> strides{p.queries * row, p.value_dim, row, 1};
-  if (q.is_contiguous()) strides[1] = head, strides[2] = p.value_dim;
-  Tensor out = allocate({p.batch, p.heads, p.queries, p.value_dim}, strides, dtype);
+// Allocate the output, with the heads of one position adjacent in memory, as output projections need them, and the
+// log-sum-exp. The layout does not depend on that of q, which torch's compiler may change.
+std::tuple<Tensor, Tensor, Tensor> allocate_results(Problem& p, ScalarType dtype) {
+  const int64_t row = p.heads * p.value_dim, rows = p.heads * p.queries;
+  Tensor out = allocate({p.batch, p.heads, p.queries, p.value_dim}, {p.queries * row, p.value_dim, row, 1}, dtype);
   Tensor lse = allocate({p.batch, p.heads, p.queries}, {rows, p.queries, 1}, ScalarType::Float);
   Tensor normalizers = allocate({p.batch, p.heads, p.queries, 2}, {2 * rows, 2 * p.queries, 2, 1}, ScalarType::Float);
   p.out = out.mutable_data_ptr();
@@ -96,7 +93,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_forward(Tensor q, Tensor k, Tensor v, 
   std::vector<float> scales(q.size(1));
   Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
   set_dropout(p, dropout, seed, first_query, first_key);
-  auto results = allocate_results(p, q);
+  auto results = allocate_results(p, q.scalar_type());
   run_forward(p);
   return results;
 }
@@ -190,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_statistics(
     MaybeTensor key_tokens, MaybeTensor query_tokens, int64_t token_count, MaybeTensor counted, MaybeTensor gram) {
   std::vector<float> scales(q.size(1));
   Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
-  auto [out, lse, normalizers] = allocate_results(p, q);
+  auto [out, lse, normalizers] = allocate_results(p, q.scalar_type());
   for (const MaybeTensor* x : {&special, &key_tokens, &query_tokens, &counted, &gram})
     STD_TORCH_CHECK(!*x || (*x)->is_contiguous(), "the inputs of statistics must be contiguous");
   for (const Tensor* x : {&positions, &first_key}) {
