@@ -6,7 +6,7 @@ it is the cross-entropy of the next word. Texts have (batch, tokens) = (1, 128),
 that of SmolLM2-135M-Instruct: the forward pass of a prompt of 512 and 2,048 tokens, and 4 single tokens after 512 and
 4,096 cached ones. All in float32 and bfloat16; the text is the documentation. A quick run has MiniLM in float32.
 
-Gradients of the training step, and logits of generation, are first compared with those of the model in float64: the
+Gradients of the training step, and outputs of generation, are first compared with those of the model in float64: the
 error under `hw.accelerate` may be at most twice that of the plain model. Long texts are timed in `--long-rounds`
 rounds.
 
@@ -80,19 +80,18 @@ def training(model: nn.Module, tokens: Tensor) -> tuple[Call, Callable[[], Tenso
 @torch.no_grad()
 def generation(model: nn.Module, tokens: Tensor, *, is_prompt: bool) -> tuple[Call, Callable[[], Tensor]]:
     """Return the forward pass of a prompt, or `STEPS` tokens after it, to be timed, and the function that returns the
-    logits of the last token, `(1, 1, vocabulary)`.
+    output of the model for the last token: its hidden state or logits, `(1, 1, width)`.
     """
-    options = {"use_cache": True, "logits_to_keep": 1}
     after = words(STEPS, model.config.vocab_size)[None]
 
     def prompt() -> tuple[Tensor, object]:
-        out = model(input_ids=tokens, **options)
-        return out.logits, out.past_key_values
+        out = model(input_ids=tokens, use_cache=True)
+        return out[0][:, -1:], out.past_key_values
 
     def steps(cache: object) -> Tensor:
         for token in after.split(1, dim=1):
-            logits = model(input_ids=token, past_key_values=cache, **options).logits
-        return logits
+            out = model(input_ids=token, past_key_values=cache, use_cache=True)
+        return out[0]
 
     if is_prompt:
         return Call(torch.no_grad()(prompt)), torch.no_grad()(lambda: prompt()[0])

@@ -98,13 +98,13 @@ def test_training_steps_of_accelerated_models_are_compared_with_plain_ones(capsy
 
 
 @pytest.mark.parametrize("is_prompt", [True, False], ids=["prompt", "tokens"])
-def test_generation_is_timed_after_a_check_of_its_logits(is_prompt):
+def test_generation_returns_the_output_of_the_last_token(is_prompt):
     model = accelerated_steps.trained_model("Llama").eval()
-    call, logits = accelerated_steps.generation(model, torch.arange(9)[None], is_prompt=is_prompt)
+    call, output = accelerated_steps.generation(model, torch.arange(9)[None], is_prompt=is_prompt)
     text = torch.cat([torch.arange(9), words(accelerated_steps.STEPS, 4096)])[None]
     with torch.no_grad():
         expected = model(input_ids=text[:, : 9 if is_prompt else None]).logits[:, -1:]
-    torch.testing.assert_close(logits(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output(), expected, rtol=1e-4, atol=1e-5)
     assert call.seconds(1, time.perf_counter) > 0
 
 
