@@ -178,7 +178,7 @@ class HeldCall(AttentionSource):
 
     def with_heads(self, layout: HeadLayout) -> AttentionCall:
         """Return the attention call with the axes `(batch, heads, length, features)`. `layout` states which axes are
-        the heads. Several heads share keys and values if one axis contains both heads and queries.
+        the heads. If an axis of the call contains both heads and queries, these heads share keys and values.
         """
         call, is_usual = self.call, layout.is_usual
         of_keys = tuple(head for head in layout.heads if head.axis not in layout.query_axes)

@@ -78,8 +78,9 @@ def compiled_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) ->
 
 
 def _is_for_kernels(call: SDPACall) -> bool:
-    """Return True if the native kernels support a call, whatever the numbers of its mask, and compute it faster. Calls
-    with a mask are left to torch if they need a gradient, and causal ones with fewer or more keys than queries.
+    """Return True if the native kernels support a call and compute it faster, judged without reading the numbers of its
+    mask. Calls with a mask that need a gradient are left to torch. So are causal calls in which the numbers of keys and
+    queries differ.
     """
     mask = call.attn_mask
     if call.query.ndim != 4 or (mask is not None and (call.needs_gradient or type(mask) is not Tensor)):

@@ -253,7 +253,9 @@ class Steps:
         self._numbers[id(tensor)] = ref(tensor), self._described(other)
 
     def _number(self, tensor: Tensor) -> tuple[Any, ...]:
-        """Assign the next unused number to a tensor. Return its description: this number, and the sizes if wanted."""
+        """Assign the next unused number to a tensor. Return its description: this number, followed by the sizes of the
+        tensor if the plan compares sizes.
+        """
         self._count += 1
         described: tuple[Any, ...] = (self._count,)
         if self._with_sizes:  # a nested tensor need not have a shape

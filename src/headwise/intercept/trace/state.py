@@ -82,8 +82,9 @@ class ComparedAxes(NamedTuple):
 
 
 class Places(NamedTuple):
-    """For each element of a tensor that was computed from attention scores: the index, along one axis of the product of
-    queries and keys, of the score from which it was computed. It shows how the model has moved the scores.
+    """Where the elements of a tensor that was computed from attention scores come from: for each element, the row (or
+    the column) that its score had in the product of queries and keys. After a transposition or a slice, for example,
+    this differs from the place of the element.
 
     Attributes:
         numbers: `first` plus this index, for each element; a number below `first` stands for an unknown index.

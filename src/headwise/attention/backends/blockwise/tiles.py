@@ -214,9 +214,9 @@ TILE_BYTES = 2**22
 
 
 class Ceiling(NamedTuple):
-    """Upper bounds of the scores in some columns of a block (rectangle of the score matrix), starting at column
-    `offset`. A score above its bound is lowered to the bound. The bounds of visible keys change no score; those of
-    hidden keys are so low that the weight becomes 0. In a row without any visible key, the bounds are 0.
+    """A mask in the form of upper bounds of the scores, in some columns of a block (rectangle of the score matrix),
+    starting at column `offset`. A score above its bound is lowered to the bound. The bounds of visible keys change no
+    score; those of hidden keys are so low that the weight becomes 0.
 
     A bound is infinite where a key is visible, and `score_of_hidden_key` where it is hidden. It is 0 in a row without
     any visible key: the difference of two infinities would be NaN, so such a row gets weights, which an infinite sum
