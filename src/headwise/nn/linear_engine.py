@@ -89,7 +89,7 @@ def engine_of(dtype: torch.dtype) -> LinearChoice:
     elif dtype == torch.bfloat16:
         because = "oneDNN does not compute in bfloat16 on this processor"
         if not wanted and library.why_not_loaded() is None and library.instruction_set() == "avx512_bf16":
-            engine, because = "native", "the native kernels read each weight faster than oneDNN without AMX"
+            engine, because = "native", "the native kernels are faster than oneDNN without AMX"
         elif torch.ops.mkldnn._is_mkldnn_bf16_supported():
             engine, because = ADDS_BIAS
     elif dtype != torch.float32:
@@ -166,7 +166,9 @@ def engine_name(dtype: torch.dtype) -> str:
 
 @called_by_compiler
 def _has_threads() -> bool:
-    """Return True if torch computes with more than one thread. torch's compiler calls this function."""
+    """Return True if torch computes with more than one thread. torch's compiler calls this function instead of tracing
+    it.
+    """
     return torch.get_num_threads() > 1
 
 
@@ -506,7 +508,7 @@ def is_compiled_by_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> b
         return False
     if x.dtype == torch.bfloat16:
         is_plain = not needs_gradient(x, weight, bias) and not torch.is_autocast_enabled("cpu")
-        return is_plain and engine_name(x.dtype) == "native" and is_large_enough(x, weight)
+        return is_plain and engine_name(x.dtype) == "native"
     return x.dtype == torch.float32 and engine_name(torch.float32) != "torch"
 
 

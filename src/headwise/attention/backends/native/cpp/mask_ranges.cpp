@@ -16,7 +16,6 @@ namespace {
 
 using BFloat16 = torch::headeronly::BFloat16;
 
-constexpr int kMostRanges = 4;         // of a query, which the kernels can read
 constexpr float kHiding = -1e30f;      // an additive mask hides a key by any number up to this one
 constexpr int64_t kAtOnce = 16;        // elements that are compared with one state
 constexpr int64_t kGrain = 64 * 1024;  // elements below which another thread is not worth its start

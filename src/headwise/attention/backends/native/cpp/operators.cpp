@@ -49,7 +49,7 @@ Problem problem_of(const Call& call, float* scales) {
   p.sinks = pointer<float>(call.sinks);
   if (call.ranges) {  // (batch, heads, queries, ranges, 2)
     const Tensor& ranges = *call.ranges;
-    STD_TORCH_CHECK(ranges.dim() == 5 && ranges.size(3) <= 4 && ranges.size(4) == 2 && ranges.is_contiguous(),
+    STD_TORCH_CHECK(ranges.dim() == 5 && ranges.size(3) <= kMostRanges && ranges.size(4) == 2 && ranges.is_contiguous(),
                     "ranges must be contiguous, with up to 4 pairs for each row");
     p.ranges = pointer<int32_t>(ranges);
     p.range_count = int32_t(ranges.size(3));

@@ -86,6 +86,8 @@ struct BackwardTask {
   float* sums;
 };
 
+constexpr int kMostRanges = 4;  // ranges of visible keys of a row
+
 // One attention call. Query i of head h attends with key/value head h / (heads / kv_heads).
 struct Problem {
   int64_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
