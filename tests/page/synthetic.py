@@ -20,6 +20,7 @@ from headwise.page.contents import (
     PageRole,
     PageStatistic,
     Passage,
+    Patch,
     Picture,
     Side,
     VisibleKeys,
@@ -205,7 +206,7 @@ def picture_side() -> Side:
     pixel = "data:image/gif;base64,R0lGODlhAQABAIAAAP///wAAACwAAAAAAQABAAACAkQBADs="
     tokens = ("[CLS]", *(f"row {row + 1}, column {column + 1}" for row in range(2) for column in range(3)))
     return Side("image", tokens, (False,) * 7, (), (True, *(False,) * 6), tokens, tuple(range(7)),
-                picture=Picture(pixel, 300, 200, (None, *boxes)))  # fmt: skip
+                pictures=(Picture("image", pixel, 300, 200),), patches=(None, *(Patch(0, *box) for box in boxes)))  # fmt: skip
 
 
 def contents_on(title: str, *sides: Side, heads: int) -> tuple[Contents, list[Tensor]]:

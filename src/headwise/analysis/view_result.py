@@ -96,7 +96,8 @@ class ViewedText:
         word_of: index of each token's word.
         ids: the token ids; None for the patches of an image.
         first_generated: index of the first token that the model generated; None if it generated none.
-        picture: the image; None for a text.
+        pictures: pictures of which tokens are patches.
+        patches: the patch of each token; None for a token that is no part of a picture. Empty without pictures.
     """
 
     name: str
@@ -107,7 +108,8 @@ class ViewedText:
     word_of: Int[Tensor, " tokens"]
     ids: Int[Tensor, "1 tokens"] | None = None
     first_generated: int | None = None
-    picture: page.Picture | None = None
+    pictures: tuple[page.Picture, ...] = ()
+    patches: tuple[page.Patch | None, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -849,7 +851,8 @@ def passages_of(
                 words=tuple(word.text for word in text.words),
                 word_of=tuple(text.word_of.tolist()),
                 first_generated=text.first_generated,
-                picture=text.picture,
+                pictures=text.pictures,
+                patches=text.patches,
             )
             for text in texts
         )

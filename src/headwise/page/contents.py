@@ -82,25 +82,37 @@ class PageModel:
 
 @dataclass(frozen=True)
 class Picture:
-    """Image whose patches are the tokens of a model, as an HTML page shows it, with the rectangle of each token.
+    """Picture on an HTML page of which tokens of a model are patches: an image, a frame of a video, the spectrogram of a
+    sound, or the curve of a time series.
 
     Attributes:
-        source: the image as a `data:` address.
-        width, height: size of the image in pixels.
-        boxes: for each token its patch as (left, top, width, height), in fractions of the image; None for a token
-            that stands for no part of the image.
+        name: name for display, such as "picture 1".
+        source: the picture as a `data:` address.
+        width, height: size of the picture in pixels.
     """
 
+    name: str
     source: str
     width: int
     height: int
-    boxes: tuple[tuple[float, float, float, float] | None, ...]
+
+
+class Patch(NamedTuple):
+    """Rectangle of a picture that a token stands for. `picture` is the index of the picture among those of its side;
+    the other numbers are fractions of the picture's width and height.
+    """
+
+    picture: int
+    left: float
+    top: float
+    width: float
+    height: float
 
 
 @dataclass(frozen=True)
 class Side:
-    """Text or image on an HTML page, as tokens and words. These tokens are the queries or the keys of the attention
-    that the page shows; in self-attention, they are both.
+    """Text on an HTML page, as tokens and words. These tokens are the queries or the keys of the attention that the page
+    shows; in self-attention, they are both. Some or all of the tokens can be patches of pictures.
 
     Attributes:
         name: name for display, such as "text" or "source".
@@ -111,7 +123,8 @@ class Side:
         words: the words of the text.
         word_of: for each token, the index in `words` of the word that the token is a part of.
         first_generated: index of the first token that the model generated; None if it generated none.
-        picture: the image, if the tokens are its patches.
+        pictures: pictures of which tokens are patches.
+        patches: the patch of each token; None for a token that is no part of a picture. Empty without pictures.
     """
 
     name: str
@@ -122,7 +135,8 @@ class Side:
     words: tuple[str, ...]
     word_of: tuple[int, ...]
     first_generated: int | None = None
-    picture: Picture | None = None
+    pictures: tuple[Picture, ...] = ()
+    patches: tuple[Patch | None, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +195,31 @@ class HeadAttention:
     visible: VisibleKeys
 
 
+@dataclass(frozen=True, eq=False)
+class RelevanceMap:
+    """Relevance of each token of one side for the prediction of one token, as one method computes it.
+
+    Attributes:
+        method: name of the method, such as "gradient-weighted attention" or "occlusion".
+        meaning: one sentence that states what a value is.
+        side: index of the side whose tokens have the values.
+        target: index of the predicted token, in the last side of the passage.
+        values: relevance of each token; NaN at tokens without a value, as at words if only patches are measured.
+        agreement: Spearman correlation with occlusion, and the limits of its confidence interval; None for occlusion.
+        curves: probability of the predicted token against the number of patches that are removed ("deletion") or shown
+            ("insertion") in the order of the values, and the means over random orders ("random deletion", "random
+            insertion"); all of the same length.
+    """
+
+    method: str
+    meaning: str
+    side: int
+    target: int
+    values: Float[Tensor, " tokens"]
+    agreement: tuple[float, float, float] | None
+    curves: Mapping[str, Sequence[float]]
+
+
 @dataclass(frozen=True)
 class Passage:
     """One text, pair of texts or image on a page, with the attention of every head on it.
@@ -189,12 +228,14 @@ class Passage:
         sides: the texts or images.
         heads: for each model, the attention of each of its heads; None for a head that did not attend on this passage.
         means: for each model, the page's statistics for its heads on this passage alone; NaN where not measured.
+        maps: maps of relevance for predicted tokens, those of one token together.
     """
 
     title: str
     sides: tuple[Side, ...]
     heads: tuple[tuple[HeadAttention | None, ...], ...]
     means: tuple[Float[Tensor, "statistics heads"], ...]
+    maps: tuple[RelevanceMap, ...] = ()
 
 
 @dataclass(frozen=True)

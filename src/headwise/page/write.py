@@ -110,7 +110,8 @@ def _passage_json(
             "words": side.words,
             "wordOf": side.word_of,
             "generated": side.first_generated,
-            "image": None if side.picture is None else asdict(side.picture),
+            "pictures": [asdict(picture) for picture in side.pictures],
+            "patches": side.patches,
         }
         for side in passage.sides
     ]
