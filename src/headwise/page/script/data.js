@@ -2,7 +2,7 @@
 import {angularTable, bytesOfBase64, gunzip, parseDense, parseSparse, parseVisibility} from "./decode.js";
 import {unitMatrix} from "./attention.js";
 import {tilesOf} from "./tiles.js";
-import {differentKinds, headKinds, imageNouns, showsImages} from "./kinds.js";
+import {differentKinds, headKinds, nounsOf} from "./kinds.js";
 import {differingParts, shortened, unitsOf} from "./words.js";
 
 /** Number of heads whose decompressed attention is kept. */
@@ -30,7 +30,7 @@ function remembered(load, limit = Infinity) {
 export async function loadContents() {
   const contents = JSON.parse(document.getElementById("contents").textContent);
   const {models, passages} = contents;
-  const say = showsImages(contents) ? imageNouns : text => text;
+  const say = nounsOf(contents);
   const statistics = contents.statistics.map(each => ({...each, unit: say(each.unit), source: say(each.source)}));
   const kinds = headKinds(contents);
   const heads = models[0].heads;
@@ -80,7 +80,7 @@ export async function loadContents() {
     heads,
     /** Letter of each of two models, with the part of its name that differs. */
     labels: parts.map((part, model) => "AB"[model] + (/^\(?[AB]\)?$/.test(part) ? "" : `: ${shortened(part, 24)}`)),
-    /** Return a text of the page with the nouns for what it shows: words of a text, or patches of an image. */
+    /** Return a text of the page with the nouns for what it shows: words of a text, patches of pictures, or both. */
     say,
     /** Kind of each head. */
     kinds,

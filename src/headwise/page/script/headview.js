@@ -3,18 +3,17 @@ import {element, formatPercent, formatPercentAtLeast} from "./dom.js";
 import {roleClass} from "./colours.js";
 import {hiddenShare, shownRows} from "./attention.js";
 import {differenceMatrix, differenceTiles} from "./difference.js";
-import {hiddenUnits} from "./words.js";
+import {hiddenUnits, nounOf} from "./words.js";
 import {createSides} from "./sides.js";
 import {
   activeWeights,
-  largestOf,
   readoutList,
   readoutNotes,
   readoutSentence,
   readoutTitle,
   strongestWords,
 } from "./readout.js";
-import {strengthOfLargest, tintScale, tintStrengths} from "./tint.js";
+import {scalesOf, tintLegend, tintStrength, uniformWeight} from "./tint.js";
 import {fillLinks} from "./links.js";
 import {cellText} from "./celltext.js";
 import {pinnedUnit} from "./meanattention.js";
@@ -130,9 +129,8 @@ export function createHeadView(app, models, events) {
 
   /** Show the parts of the view in the colour of the head, or hide them if the head has no attention here. */
   function showParts(stored, passage, head) {
-    const isImage = stored && page.passages[passage].sides[stored.keys].image;
     const colour = isDifference ? "difference" : roleClass(roleOf(head));
-    root.className = `head-view ${colour}${isImage ? " shows-image" : ""}`;
+    root.className = `head-view ${colour}`;
     lists.className = `lists ${colour}`;
     pictures.root.className = `pictures ${colour}`;
     for (const node of [texts, legend, hiddenNote, readout, links, pictures.content]) node.hidden = !stored;
@@ -172,10 +170,16 @@ export function createHeadView(app, models, events) {
     active = next;
     const {matrix, matrices, shown, sides} = current;
     const selected = activeWeights(matrix, active, shown);
+    const {units} = selected;
+    const queries = active?.axis === "query" ? [active.unit] : [...flagged(shown.rows)];
     // Both models of a comparison have the scale of the larger weight.
-    const {largest, uniform} = largestOf(matrices, active, shown);
-    const scale = {largest, strength: strengthOfLargest(largest, uniform)};
-    const strengths = tintStrengths(selected.weights, scale);
+    const scales = scalesOf(
+      matrices.map(each => activeWeights(each, active, shown)),
+      uniformWeight(matrix, queries),
+    );
+    const strengths = selected.indices.map((unit, place) =>
+      tintStrength(selected.weights[place], scales[nounOf(units, unit)]),
+    );
     const target = active?.axis === "key" ? sides.query : sides.key;
     const source = active?.axis === "key" ? sides.key : sides.query;
     if (!sides.isSelf) source.tint({indices: [], strengths: []});
@@ -190,7 +194,7 @@ export function createHeadView(app, models, events) {
     );
     const label = `${active ? "" : "mean "}${isDifference ? "difference" : "weight"}`;
     legend.replaceChildren(
-      largest > 0 ? tintScale(scale, label, isDifference) : "",
+      ...tintLegend(scales, units, label, isDifference),
       sides.query.units.generated.includes(1)
         ? element(
             "span",

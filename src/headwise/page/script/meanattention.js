@@ -15,7 +15,7 @@ export function pinnedUnit(text, queryUnits, keyUnits) {
 }
 
 /**
- * Return the mean attention of heads, {units, weights, least, around, image, active, exact, hasRows}.
+ * Return the mean attention of heads, {units, weights, least, around, active, exact, hasRows}.
  *
  * `weights` are those on the key words, or, if a key is pinned, those of the query words on it. `least` is the weight of
  * each word under uniform attention.
@@ -42,13 +42,11 @@ export async function meanAttention(app, passage, model, heads) {
     if (active?.axis === "key") return uniformWeight(first, [unit]);
     return active ? uniformWeight(first, [active.unit]) : 1 / units.count;
   });
-  const stored = page.passages[passage].heads[model][heads[0]];
   return {
     units,
     weights,
     least,
     around: active && queryUnits === keyUnits ? active.unit : null,
-    image: page.passages[passage].sides[active?.axis === "key" ? stored.queries : stored.keys].image,
     active,
     exact: matrices.every(matrix => matrix.exact),
     hasRows: active?.axis === "query" || !state.get("generated") || queryUnits.generated.includes(1),

@@ -1,8 +1,7 @@
 /** Attention of the active word, as strengths for the tint and as sentences and lists. */
 import {columnOf, receivedAttention, rowOf} from "./attention.js";
 import {ROUNDED_DOWN, element, formatAtMost, formatBound, formatListed, formatWeight} from "./dom.js";
-import {uniformWeight} from "./tint.js";
-import {quotedName, unitName} from "./words.js";
+import {nounOf, quotedName, unitName} from "./words.js";
 
 /** Number of words that are listed for the active word. */
 const LISTED = 8;
@@ -30,18 +29,6 @@ export function activeWeights(matrix, active, {rows, hiddenKeys}) {
   };
 }
 
-/**
- * Return the largest of the weights that the active word selects in several matrices, and the mean weight of these words
- * under uniform attention.
- */
-export function largestOf(matrices, active, shown) {
-  let largest = 0;
-  for (const matrix of matrices)
-    for (const weight of activeWeights(matrix, active, shown).weights) largest = Math.max(largest, Math.abs(weight));
-  const queries = active?.axis === "query" ? [active.unit] : [...shown.rows.keys()].filter(query => shown.rows[query]);
-  return {largest, uniform: uniformWeight(matrices[0], queries)};
-}
-
 /** Return the largest weights or differences that are not 0 with the names of their words, largest first. */
 export function strongestWords({indices, weights, units}, limit = LISTED) {
   const order = [...indices.keys()]
@@ -63,13 +50,13 @@ export function readoutTitle(matrix, active) {
 /** Return sentences about what the list for the active word does not show. */
 export function readoutNotes(matrix, active, {hiddenKeys}) {
   const notes = [];
-  const [one, many] = matrix.keyUnits.noun === "word" ? ["word", "words"] : ["patch", "patches"];
+  const many = matrix.keyUnits.nouns;
   if (matrix.signed)
     return matrix.approximate
       ? ["The page stores only the largest weights; a weight that it does not store counts as 0 in a difference."]
       : [];
   if (active?.axis === "query") {
-    if (!matrix.visible[active.unit]) return [`No key is visible to this ${one}.`];
+    if (!matrix.visible[active.unit]) return [`No key is visible to this ${nounOf(matrix.queryUnits, active.unit)}.`];
     const {indices, weights} = rowOf(matrix, active.unit);
     const hidden = weights.reduce((sum, weight, place) => sum + (hiddenKeys[indices[place]] ? weight : 0), 0);
     if (hidden > 0)
@@ -83,7 +70,7 @@ export function readoutNotes(matrix, active, {hiddenKeys}) {
         `All ${many} that the page does not list get at most ${formatAtMost(matrix.unlisted[active.unit])} together.`,
       );
     if (matrix.total[active.unit] < 0.99)
-      notes.push(`The weights of this ${one} sum to ${formatWeight(matrix.total[active.unit])}.`);
+      notes.push(`The weights of this ${nounOf(matrix.queryUnits, active.unit)} sum to ${formatWeight(matrix.total[active.unit])}.`);
   } else if (!matrix.exact)
     notes.push("The page lists only the largest weights of each row, so these are lower bounds.");
   if (!matrix.exact) notes.push(ROUNDED_DOWN);

@@ -15,7 +15,6 @@ export function createSides({page, state}, passage, {queries, keys}, events) {
   const isSelf = queries === keys;
   const build = (side, axis, label) =>
     createText({
-      side: sides[side],
       units: page.units(passage, side, state.get("words")),
       label: `${label}: press Enter to pin a ${page.say("word")}, and the arrow keys to move`,
       over: unit => events.over(unit === null ? null : {axis: axis(), unit}),

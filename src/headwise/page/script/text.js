@@ -1,7 +1,8 @@
-/** Running text or picture whose words can be tinted, activated, pinned and marked. */
+/** Running text and pictures whose words and patches can be tinted, activated, pinned and marked. */
 import {element} from "./dom.js";
 import {directionOf, shortened, unitName} from "./words.js";
 import {nearestInLine} from "./navigate.js";
+import {neighbourOf, pictureStrip} from "./patches.js";
 
 /** Time without scrolling after which a text counts as scrolled, in milliseconds. */
 const SCROLL_PAUSE = 150;
@@ -21,11 +22,10 @@ const DIRECTION_MARKS = /[\u202a-\u202e\u2066-\u2069]/;
  * The units are options of a list box with one tab stop; arrow keys move between them. All events are handled by the
  * list box, so that long texts stay fast.
  *
- * @param options {side, units, label, multiple, over(unit or null), focused(unit), chosen(unit), scrolled(unit)}: `scrolled`
+ * @param options {units, label, multiple, over(unit or null), focused(unit), chosen(unit), scrolled(unit)}: `scrolled`
  *   is called with the first visible unit
  */
 export function createText({
-  side,
   units,
   label,
   multiple = false,
@@ -36,14 +36,16 @@ export function createText({
 }) {
   const words = units.labels.map((_, unit) => wordElement(units, unit));
   const root = element("div", {
-    class: side.image ? "picture" : "text",
+    class: "side-words",
     role: "listbox",
     "aria-label": label,
     "aria-multiselectable": multiple ? "true" : null,
     "aria-orientation": "horizontal",
   });
-  if (side.image) fillPicture(root, side.image, units, words);
-  else fillText(root, units, words);
+  const text = element("div", {class: "text"});
+  const strip = pictureStrip(units, unit => patchElement(units, unit, words[unit]));
+  fillText(text, units, words);
+  root.append(...(strip ? [strip] : []), text);
   if (words.length) words[0].tabIndex = 0;
   let stop = 0;
   let tinted = [];
@@ -59,11 +61,11 @@ export function createText({
   root.addEventListener("pointerover", event => point(unitAt(event.target)));
   root.addEventListener("pointerleave", () => point(null));
   let pause = 0;
-  root.addEventListener("scroll", () => {
+  text.addEventListener("scroll", () => {
     clearTimeout(pause);
     pause = setTimeout(() => {
-      const {top} = root.getBoundingClientRect();
-      const first = words.findIndex(word => word.getBoundingClientRect().bottom > top);
+      const {top} = text.getBoundingClientRect();
+      const first = words.findIndex((word, unit) => !units.patches[unit] && word.getBoundingClientRect().bottom > top);
       if (first >= 0) scrolled(first);
     }, SCROLL_PAUSE);
   });
@@ -94,12 +96,20 @@ export function createText({
     words[next].focus();
   });
 
+  /** Return the unit to which a key moves: the next patch of the picture, or the next word, if there is one. */
   function nextUnit(key) {
+    const neighbour = neighbourOf(units, stop, key);
+    if (neighbour !== undefined) return neighbour;
     if (key === "ArrowDown" || key === "ArrowUp") {
-      const word = nearestInLine(words, stop, key === "ArrowDown");
+      const all = [...root.querySelectorAll(".word")];
+      const word = nearestInLine(all, all.indexOf(words[stop]), key === "ArrowDown");
       return word ? Number(word.dataset.unit) : -1;
     }
-    return {ArrowRight: stop + 1, ArrowLeft: stop - 1, Home: 0, End: words.length - 1}[key];
+    const step = {ArrowRight: 1, ArrowLeft: -1}[key];
+    if (!step) return {Home: 0, End: words.length - 1}[key];
+    let next = stop + step;
+    if (!units.patches[stop]) while (units.patches[next]) next += step;
+    return words[next] ? next : stop + step;
   }
 
   function rove(unit) {
@@ -132,11 +142,13 @@ export function createText({
         if (!flagged.has(Number(word.dataset.unit))) word.classList.remove(name);
       for (const unit of flagged) words[unit]?.classList.add(name);
     },
-    /** Scroll the text so that a unit is visible, without moving the page. */
+    /** Scroll the text or the pictures so that a unit is visible, without moving the page. */
     reveal(unit) {
       const box = words[unit].getBoundingClientRect();
-      const frame = root.getBoundingClientRect();
-      if (box.top < frame.top || box.bottom > frame.bottom) root.scrollTop += box.top - frame.top - frame.height / 3;
+      const scroller = units.patches[unit] ? strip : text;
+      const frame = scroller.getBoundingClientRect();
+      if (box.top < frame.top || box.bottom > frame.bottom) scroller.scrollTop += box.top - frame.top - frame.height / 3;
+      if (box.left < frame.left || box.right > frame.right) scroller.scrollLeft += box.left - frame.left - frame.width / 3;
     },
     /** Set which units are selected for assistive technology. */
     select(selected) {
@@ -169,40 +181,33 @@ function wordElement(units, unit) {
   );
 }
 
-/** Fill the root with words. Each line of the text has the direction of its words. */
+/** Return the element of a patch, which has its name as a label instead of a text. */
+function patchElement(units, unit, word) {
+  word.textContent = "";
+  word.setAttribute("aria-label", unitName(units, unit));
+  return word;
+}
+
+/** Fill the root with words. Each line of the text has the direction of its words. Patches are named by their picture. */
 function fillText(root, units, words) {
+  const isMixed = units.noun === "word or patch";
   let first = 0;
+  let named = null;
   for (let unit = 1; unit <= words.length; unit++) {
     if (unit < words.length && !units.lineBreak[unit]) continue;
-    const line = element("div", {dir: directionOf(units.labels.slice(first, unit).filter((_, at) => !units.special[first + at]))});
+    const isWord = (_, at) => !units.special[first + at] && !units.patches[first + at];
+    const line = element("div", {dir: directionOf(units.labels.slice(first, unit).filter(isWord))});
     for (; first < unit; first++) {
+      const picture = units.patches[first]?.[0] ?? null;
+      if (picture !== null) {
+        if (isMixed && picture !== named) line.append(" ", element("span", {class: "soft"}, `[${units.pictures[picture].name}]`), " ");
+        named = picture;
+        continue;
+      }
+      if (!units.special[first]) named = null;
       const isApart = units.space[first] || units.special[first] || units.special[first - 1];
       line.append(isApart && line.firstChild ? " " : "", words[first]);
     }
-    root.append(line);
+    if (line.firstChild) root.append(line);
   }
-}
-
-/** Fill the root with a picture, its patches as rectangles, and tokens that stand for no patch below it. */
-function fillPicture(root, image, units, words) {
-  const frame = element(
-    "div",
-    {class: "picture-frame"},
-    element("img", {src: image.source, alt: "", width: image.width, height: image.height}),
-  );
-  frame.style.setProperty("aspect-ratio", `${image.width} / ${image.height}`);
-  const others = element("div", {class: "picture-tokens"});
-  words.forEach((word, unit) => {
-    const box = image.boxes[units.first[unit]];
-    if (!box) {
-      others.append(word, " ");
-      return;
-    }
-    word.classList.add("patch");
-    word.textContent = "";
-    word.setAttribute("aria-label", unitName(units, unit));
-    ["left", "top", "width", "height"].forEach((name, place) => word.style.setProperty(name, `${100 * box[place]}%`));
-    frame.append(word);
-  });
-  root.append(frame, others);
 }
