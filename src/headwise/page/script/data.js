@@ -68,14 +68,29 @@ export async function loadContents() {
     return {visible, rows: (stored.storage === "dense" ? parseDense : parseSparse)(buffer, queries, keys)};
   }, KEPT_HEADS);
 
+  const maps = remembered(async passage => {
+    const numbers = new Float32Array(await blobOf(`p${passage}-maps`));
+    let offset = 0;
+    const next = length => numbers.subarray(offset, (offset += length));
+    return passages[passage].maps.map(map => ({
+      ...map,
+      values: next(passages[passage].sides[map.side].tokens.length),
+      curves: Object.fromEntries(map.curves.map(([name, length]) => [name, next(length)])),
+    }));
+  });
+
   const matrix = remembered(async (passage, model, head, merged) => {
     const stored = passages[passage].heads[model][head];
     const {rows, visible} = await attention(passage, model, head);
     return unitMatrix(rows, visible, units(passage, stored.queries, merged), units(passage, stored.keys, merged));
   }, KEPT_HEADS);
 
+  // A prompt with pictures has many rows of patches, so its page opens with the rows of the words that the model generated.
+  const generated = passages.some(({sides}) => sides.some(side => side.pictures.length && side.generated !== null));
+
   return {
     ...contents,
+    opening: {generated, ...contents.opening},
     statistics,
     heads,
     /** Letter of each of two models, with the part of its name that differs. */
@@ -89,6 +104,7 @@ export async function loadContents() {
     units,
     tiles,
     matrix,
+    maps,
     passageValues,
     /** Index of the head with this name, or -1. */
     headIndex: name => heads.findIndex(head => head.name === name),

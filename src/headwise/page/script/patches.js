@@ -82,11 +82,21 @@ export function neighbourOf({patches}, unit, key) {
   return best;
 }
 
+/** Set the place of a patch along an axis. Edges are whole pixels, so that there are no lines between patches. */
+function placeAlong(node, names, start, length) {
+  const percent = part => `${(100 * part).toFixed(4)}%`;
+  const pixel = part => `round(${percent(part)}, 1px)`;
+  const exact = [percent(start), percent(length)];
+  const rounded = [pixel(start), `calc(${pixel(start + length)} - ${pixel(start)})`];
+  // A browser that does not know round() keeps the exact place.
+  for (const values of [exact, rounded]) names.forEach((name, at) => node.style.setProperty(name, values[at]));
+}
+
 /**
  * Return the pictures of a side with its patches, or null if it has none. `nodeOf` returns the element of the patch of a
- * unit, or null for patches that are left out.
+ * unit, or null for patches that are left out. If `hasNames`, the names of the pictures are below them.
  */
-export function pictureStrip({pictures, patches, noun}, nodeOf) {
+export function pictureStrip({pictures, patches, noun}, nodeOf, hasNames = pictures.length > 1) {
   if (!pictures.length) return null;
   const frames = pictures.map(({source, width, height}) => {
     const frame = element("div", {class: "picture-frame"}, element("img", {src: source, alt: "", width, height}));
@@ -98,14 +108,14 @@ export function pictureStrip({pictures, patches, noun}, nodeOf) {
     const node = patch && nodeOf(unit);
     if (!node) return;
     node.classList.add("patch");
-    const [picture, ...box] = patch;
-    ["left", "top", "width", "height"].forEach((name, place) => node.style.setProperty(name, `${100 * box[place]}%`));
+    const [picture, left, top, width, height] = patch;
+    placeAlong(node, ["left", "width"], left, width);
+    placeAlong(node, ["top", "height"], top, height);
     frames[picture].append(node);
   });
-  const hasNames = frames.length > 1 || noun !== "patch";
   const strip = element(
     "div",
-    {class: `strip${frames.length > MOST_IN_A_ROW ? " scrolled" : ""}`},
+    {class: `strip${noun === "patch" ? "" : " mixed"}${frames.length > MOST_IN_A_ROW ? " scrolled" : ""}`},
     ...frames.map((frame, place) =>
       element("div", {class: "picture"}, frame, hasNames ? element("span", {class: "soft"}, pictures[place].name) : null),
     ),

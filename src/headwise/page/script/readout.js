@@ -39,9 +39,10 @@ export function strongestWords({indices, weights, units}, limit = LISTED) {
 }
 
 /** Return the heading of the list of words for the active word. */
-export function readoutTitle(matrix, active) {
+export function readoutTitle(matrix, active, {isGenerated}) {
   const {noun} = matrix.keyUnits;
-  if (!active) return `Mean ${matrix.signed ? "difference of the " : ""}attention that each ${noun} receives`;
+  const rows = isGenerated && matrix.queryUnits.generated.includes(1) ? " from generated words" : "";
+  if (!active) return `Mean ${matrix.signed ? "difference of the " : ""}attention that each ${noun} receives${rows}`;
   const what = matrix.signed ? "Difference of the attention" : "Attention";
   if (active.axis === "query") return `${what} from ${quotedName(matrix.queryUnits, active.unit)}`;
   return `${what} to ${quotedName(matrix.keyUnits, active.unit)}`;
@@ -98,10 +99,9 @@ export function readoutList(matrix, strongest) {
 }
 
 /** Return the active word and its strongest words as one sentence. */
-export function readoutSentence(matrix, active, strongest) {
-  const list = strongest
-    .slice(0, 5)
+export function readoutSentence(matrix, active, shown) {
+  const list = strongestWords(activeWeights(matrix, active, shown), 5)
     .map(({name, weight}) => `${name} ${formatListed(matrix, weight)}`)
     .join(", ");
-  return `${readoutTitle(matrix, active)}: ${list || "none is shown"}.${matrix.exact ? "" : ` ${ROUNDED_DOWN}`}`;
+  return `${readoutTitle(matrix, active, shown)}: ${list || "none is shown"}.${matrix.exact ? "" : ` ${ROUNDED_DOWN}`}`;
 }

@@ -11,7 +11,7 @@ const LINE_WORDS = 120;
  * Return a line of words, below small pictures if units are patches.
  *
  * @param units words of the text
- * @param weights attention on each word
+ * @param weights attention on each word; words with NaN are left out, and patches with NaN have no colour
  * @param scales scales of words and of patches, see `scalesOf`
  * @param options {underlined: Set of words, least: weights below which words have no colour, around: word that must be
  *   shown}
@@ -20,12 +20,14 @@ export function sentenceLine(units, weights, scales, options = {}) {
   const {underlined = new Set(), least = null, around = null} = options;
   const tinted = (unit, node) => {
     const strength = tintStrength(weights[unit], scales[nounOf(units, unit)]);
-    if (weights[unit] > (least?.[unit] ?? 0)) node.style.setProperty("--a", strength.toFixed(3));
+    if (Math.abs(weights[unit]) > (least?.[unit] ?? 0)) node.style.setProperty("--a", Math.abs(strength).toFixed(3));
+    if (strength < 0) node.classList.add("lower");
     if (underlined.has(unit)) node.classList.add("underlined");
     return node;
   };
-  const strip = pictureStrip(units, unit => tinted(unit, element("span", {class: "word"})));
-  const words = [...units.labels.keys()].filter(unit => !units.special[unit] && !units.patches[unit]);
+  const isKnown = unit => !Number.isNaN(weights[unit]);
+  const strip = pictureStrip(units, unit => (isKnown(unit) ? tinted(unit, element("span", {class: "word"})) : null));
+  const words = [...units.labels.keys()].filter(unit => !units.special[unit] && !units.patches[unit] && isKnown(unit));
   if (!words.length && strip) return strip;
   const strongest = words.reduce((best, unit) => (weights[unit] > weights[best] ? unit : best), words[0]);
   const centre = words.indexOf(words.includes(around) ? around : strongest);

@@ -2,7 +2,8 @@
 import {element} from "./dom.js";
 import {directionOf, shortened, unitName} from "./words.js";
 import {nearestInLine} from "./navigate.js";
-import {neighbourOf, pictureStrip} from "./patches.js";
+import {neighbourOf, pictureStrip, rectangleBetween, unitsInside} from "./patches.js";
+import {addRegions} from "./region.js";
 
 /** Time without scrolling after which a text counts as scrolled, in milliseconds. */
 const SCROLL_PAUSE = 150;
@@ -22,8 +23,9 @@ const DIRECTION_MARKS = /[\u202a-\u202e\u2066-\u2069]/;
  * The units are options of a list box with one tab stop; arrow keys move between them. All events are handled by the
  * list box, so that long texts stay fast.
  *
- * @param options {units, label, multiple, over(unit or null), focused(unit), chosen(unit), scrolled(unit)}: `scrolled`
- *   is called with the first visible unit
+ * @param options {units, label, multiple, over(unit or null), focused(unit), chosen(unit), scrolled(unit), isMarking(),
+ *   marked(units, others)}: `scrolled` is called with the first visible unit. While `isMarking`, a rectangle on a picture
+ *   marks its patches. Shift with the arrow keys changes such a rectangle: `others` are patches that it no longer has.
  */
 export function createText({
   units,
@@ -33,6 +35,8 @@ export function createText({
   focused = () => {},
   chosen = () => {},
   scrolled = () => {},
+  isMarking = () => false,
+  marked = () => {},
 }) {
   const words = units.labels.map((_, unit) => wordElement(units, unit));
   const root = element("div", {
@@ -43,13 +47,15 @@ export function createText({
     "aria-orientation": "horizontal",
   });
   const text = element("div", {class: "text"});
-  const strip = pictureStrip(units, unit => patchElement(units, unit, words[unit]));
+  const hasNames = units.pictures.length > 1 || units.noun !== "patch";
+  const strip = pictureStrip(units, unit => patchElement(units, unit, words[unit]), hasNames);
   fillText(text, units, words);
   root.append(...(strip ? [strip] : []), text);
   if (words.length) words[0].tabIndex = 0;
   let stop = 0;
   let tinted = [];
   let pointed = null;
+  let region = null;
 
   const unitAt = target => {
     const word = target.closest?.(".word");
@@ -69,7 +75,9 @@ export function createText({
       if (first >= 0) scrolled(first);
     }, SCROLL_PAUSE);
   });
+  if (strip) addRegions(strip, isMarking, (picture, rectangle) => marked(unitsInside(units, picture, rectangle), []));
   root.addEventListener("click", event => {
+    region = null;
     const unit = unitAt(event.target);
     if (unit !== null) {
       rove(unit);
@@ -78,7 +86,9 @@ export function createText({
   });
   root.addEventListener("focusin", event => {
     const unit = unitAt(event.target);
-    if (unit !== null && event.target.matches(":focus-visible")) focused(unit);
+    if (unit === null) return;
+    rove(unit);
+    if (event.target.matches(":focus-visible")) focused(unit);
   });
   root.addEventListener("keydown", event => {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
@@ -92,8 +102,9 @@ export function createText({
     if (next === undefined) return;
     event.preventDefault();
     if (!words[next]) return;
-    rove(next);
+    const from = stop;
     words[next].focus();
+    extend(from, event.shiftKey && isMarking() ? next : null);
   });
 
   /** Return the unit to which a key moves: the next patch of the picture, or the next word, if there is one. */
@@ -110,6 +121,19 @@ export function createText({
     let next = stop + step;
     if (!units.patches[stop]) while (units.patches[next]) next += step;
     return words[next] ? next : stop + step;
+  }
+
+  /** Mark the rectangle from the patch at which Shift was pressed to another patch. */
+  function extend(before, unit) {
+    const picture = units.patches[before]?.[0];
+    if (unit === null || picture === undefined || units.patches[unit]?.[0] !== picture) {
+      region = null;
+      return;
+    }
+    const from = region?.from ?? before;
+    const inside = unitsInside(units, picture, rectangleBetween(units.patches[from], units.patches[unit]));
+    marked(inside, (region?.inside ?? []).filter(other => !inside.includes(other)));
+    region = {from, inside};
   }
 
   function rove(unit) {

@@ -58,6 +58,11 @@ export function uniformWeight({queryUnits, keyUnits, visibility}, queries) {
   return count ? sum / count : 1;
 }
 
+/** Return the strengths of the colours of the weights of units. */
+export function tintStrengths({units, indices, weights}, scales) {
+  return indices.map((unit, place) => tintStrength(weights[place], scales[nounOf(units, unit)]));
+}
+
 /** Return the scales of colours of the words and the patches of a text as elements, for those that it has. */
 export function tintLegend(scales, {noun}, label, isSigned = false) {
   const legend = (name, isVeil, suffix = "") =>
