@@ -200,13 +200,41 @@ def with_heads(contents: Contents, *heads: Sequence[HeadAttention | None], passa
     return replace(contents, passages=tuple(passages))
 
 
+PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAP///wAAACwAAAAAAQABAAACAkQBADs="
+"""Address of a picture of one white pixel."""
+
+GRIDS = ((2, 3), (3, 2))
+"""Rows and columns of the patches of the pictures of `mixed_side`."""
+
+
 def picture_side() -> Side:
     """Return a side whose tokens are [CLS] and the 2 x 3 patches of a small picture."""
     boxes = [(column / 3, row / 2, 1 / 3, 1 / 2) for row in range(2) for column in range(3)]
-    pixel = "data:image/gif;base64,R0lGODlhAQABAIAAAP///wAAACwAAAAAAQABAAACAkQBADs="
     tokens = ("[CLS]", *(f"row {row + 1}, column {column + 1}" for row in range(2) for column in range(3)))
     return Side("image", tokens, (False,) * 7, (), (True, *(False,) * 6), tokens, tuple(range(7)),
-                pictures=(Picture("image", pixel, 300, 200),), patches=(None, *(Patch(0, *box) for box in boxes)))  # fmt: skip
+                pictures=(Picture("image", PIXEL, 300, 200),), patches=(None, *(Patch(0, *box) for box in boxes)))  # fmt: skip
+
+
+def mixed_side() -> Side:
+    """Return a side as the prompt of a vision-language model: words and the patches of two pictures, which overlap in
+    the second one, and three words that the model generated.
+    """
+    tokens = ["[BOS]", "USER", ":"]
+    patches: list[Patch | None] = [None] * 3
+    for picture, (rows, columns) in enumerate(GRIDS):
+        wide, high = ((1.0, 1.0), (1.2, 1.3))[picture]
+        for row in range(rows):
+            for column in range(columns):
+                tokens.append(f"({row + 1}, {column + 1})")
+                left, top = max((column + 0.5 - wide / 2) / columns, 0), max((row + 0.5 - high / 2) / rows, 0)
+                right, bottom = min((column + 0.5 + wide / 2) / columns, 1), min((row + 0.5 + high / 2) / rows, 1)
+                patches.append(Patch(picture, left, top, right - left, bottom - top))
+        tokens.append("[IMG]")
+        patches.append(None)
+    tokens += ["What", "is", "left", "of", "the", "cir", "##cle", "?", "a", "blue", "square"]
+    side = text_side(tokens, "prompt", first_generated=len(tokens) - 3)
+    pictures = (Picture("picture 1", PIXEL, 300, 200), Picture("picture 2", PIXEL, 100, 200))
+    return replace(side, pictures=pictures, patches=(*patches, *(None,) * 11))
 
 
 def contents_on(title: str, *sides: Side, heads: int) -> tuple[Contents, list[Tensor]]:

@@ -21,7 +21,7 @@ def test_picture_has_a_rectangle_for_each_patch(open_page):
     contents, weights = picture_contents()
     page = open_page(contents, address="#head=0.2")
     assert page.locator(".head-view .patch").count() == 6
-    assert page.locator(".picture-tokens .word").all_inner_texts() == ["[CLS]"]
+    assert page.locator(".head-view .text .word").all_inner_texts() == ["[CLS]"]
     frame, patch = page.locator(".picture-frame").bounding_box(), page.locator('.patch[data-unit="6"]').bounding_box()
     assert patch["x"] - frame["x"] == pytest.approx(frame["width"] * 2 / 3, abs=1)
     assert patch["y"] - frame["y"] == pytest.approx(frame["height"] / 2, abs=1)
@@ -148,7 +148,7 @@ def test_patches_have_the_colour_of_the_largest_weight_that_is_shown(open_page):
     assert "from the patch" in text
     assert "Mark patches" in text
     assert "distance" not in text
-    assert "this image" in text
+    assert "this picture" in text
     assert not {"word", "words", "text", "texts"} & set(text.lower().replace(".", " ").replace(",", " ").split())
 
 

@@ -47,7 +47,7 @@ ACT = """async actions => {
     handlers[kind](value);
     if (pause !== null) await new Promise(resolve => setTimeout(resolve, pause));
   }
-  for (const text of all(".head-view .text")) text.dispatchEvent(new PointerEvent("pointerleave"));
+  for (const text of all(".head-view .side-words")) text.dispatchEvent(new PointerEvent("pointerleave"));
 }"""
 """Function that does a list of actions, [kind, value, milliseconds to wait, or null for no pause]."""
 

@@ -115,7 +115,27 @@ def _passage_json(
         }
         for side in passage.sides
     ]
-    return {"title": passage.title, "sides": sides, "heads": models, "visibility": list(visibility.values())}
+    maps = [
+        {
+            "method": each.method,
+            "meaning": each.meaning,
+            "side": each.side,
+            "target": each.target,
+            "agreement": each.agreement,
+            "curves": [(name, len(curve)) for name, curve in each.curves.items()],
+        }
+        for each in passage.maps
+    ]
+    if maps:
+        numbers = (array for each in passage.maps for array in (each.values, *map(torch.tensor, each.curves.values())))
+        arrays[f"p{number}-maps"] = _float32(*numbers)
+    return {
+        "title": passage.title,
+        "sides": sides,
+        "heads": models,
+        "visibility": list(visibility.values()),
+        "maps": maps,
+    }
 
 
 def stored_rows(heads: Sequence[HeadAttention]) -> list[tuple[str, bytes]]:

@@ -26,7 +26,8 @@ export function randomSide(tokens, random, generated = null) {
     words,
     wordOf,
     generated,
-    image: null,
+    pictures: [],
+    patches: [],
   };
 }
 

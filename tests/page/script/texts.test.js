@@ -46,8 +46,15 @@ test("names of punctuation are in quotes", () => {
 });
 
 test("patches are named by their row and column", () => {
-  const side = {...randomSide(2, () => 0.5), tokens: ["token 0", "(5, 14)"], image: {}};
-  assert.deepEqual([...unitsOf(side, false).labels], ["token 0", "row 5, column 14"]);
+  const side = {
+    ...randomSide(3, () => 0.5),
+    tokens: ["token 0", "(5, 14)", "(1, 1)"],
+    pictures: [{name: "picture 1"}],
+    patches: [null, [0, 0, 0, 0.5, 1], null],
+  };
+  assert.deepEqual([...unitsOf(side, false).labels], ["token 0", "row 5, column 14", "(1, 1)"]);
+  const two = {...side, pictures: [{name: "picture $1"}, {name: "picture 2"}]};
+  assert.deepEqual([...unitsOf(two, false).labels], ["token 0", "picture $1 (5, 14)", "(1, 1)"]);
 });
 
 test("a long text is cut between words", () => {

@@ -5,13 +5,12 @@ import {isSigned, rankOf, statisticWithUnit} from "../../../src/headwise/page/sc
 import {
   differentKinds,
   headKinds,
-  imageNouns,
   kindTitle,
+  nounsOf,
   shortKind,
-  showsImages,
 } from "../../../src/headwise/page/script/kinds.js";
 import {rankText} from "../../../src/headwise/page/script/table.js";
-import {strengthOfLargest, tintStrengths} from "../../../src/headwise/page/script/tint.js";
+import {strengthOfLargest, tintStrength} from "../../../src/headwise/page/script/tint.js";
 
 /** Return a page with one statistic, which has these values in each model. */
 function pageOf(...models) {
@@ -80,15 +79,22 @@ test("the kind of a head comes from the sides of the passages, or else from its 
   assert.deepEqual(kinds.map(shortKind), ["enc", "dec", "cross"]);
 });
 
-test("pages of images have the nouns of images", () => {
-  assert.equal(
-    imageNouns("Words of this text, a word, 2 texts, 5 tokens"),
-    "Patches of this image, a patch, 2 images, 5 patches",
-  );
-  const image = {sides: [{image: {}}]};
-  assert.equal(showsImages({passages: [image]}), true);
-  assert.equal(showsImages({passages: [image, {sides: [{image: null}]}]}), false);
-  assert.equal(showsImages({passages: []}), false);
+test("pages of pictures have the nouns of patches, and pages of text with pictures those of both", () => {
+  const patch = [0, 0, 0, 1, 1];
+  const side = (...patches) => ({tokens: patches, special: patches.map((_, at) => Number(at === 0)), pictures: [{}], patches});
+  const text = {...side(null, null), pictures: [], patches: []};
+  const sentence = "Words of this text, a word, 2 texts, 5 tokens";
+  for (const [sides, expected] of [
+    [[side(null, patch, patch)], "Patches of this picture, a patch, 2 pictures, 5 patches"],
+    [[side(null, patch, null)], "Words and patches of this text, a word or patch, 2 texts, 5 tokens"],
+    [[side(null, patch), text], "Words and patches of this text, a word or patch, 2 texts, 5 tokens"],
+    [[text, text], sentence],
+    [[], sentence],
+  ]) {
+    const say = nounsOf({passages: sides.length ? [{sides}] : []});
+    assert.equal(say(sentence), expected);
+    assert.equal(say(say(sentence)), expected);
+  }
 });
 
 test("the strongest colour is pale for uniform attention, and full for a focus", () => {
@@ -97,7 +103,7 @@ test("the strongest colour is pale for uniform attention, and full for a focus",
   assert.equal(strengthOfLargest(0.5, 1 / 12), 1);
   assert.equal(strengthOfLargest(0.03, 0.005), 1);
   assert.ok(Math.abs(strengthOfLargest(0.2, 0.1) - 0.5) < 1e-9);
-  const strengths = tintStrengths([0.4, 0.1, 0, -0.1], {largest: 0.4, strength: 0.5});
+  const strengths = [0.4, 0.1, 0, -0.1].map(weight => tintStrength(weight, {largest: 0.4, strength: 0.5}));
   assert.deepEqual(
     strengths.map(value => Number(value.toFixed(3))),
     [0.5, 0.25, 0, -0.25],

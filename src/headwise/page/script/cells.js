@@ -1,5 +1,5 @@
 /** Cells of the overview: one button for each head, with its thumbnail or a coloured square. */
-import {element, formatNumber, formatShort} from "./dom.js";
+import {element, formatNumber, formatPercent, formatShort} from "./dom.js";
 import {
   cssColour,
   inkOn,
@@ -15,6 +15,7 @@ import {
 import {shownValue, statisticTitle} from "./data.js";
 import {kindTitle, shortKind} from "./kinds.js";
 import {drawDifference, drawTiles} from "./thumbnail.js";
+import {drawOverlay, imageOf, overlayName, overlayOf} from "./overlay.js";
 import {colourStatistic, isDiverging, roleChanged} from "./filter.js";
 
 /** Smallest and largest width of a thumbnail in CSS pixels, and the area that the thumbnails of all heads may fill. */
@@ -42,6 +43,7 @@ export function createCells(app) {
       page.allKinds.length > 1
         ? element("span", {class: "cell-kind", "aria-hidden": "true"}, shortKind(page.kinds[index]))
         : null,
+      element("span", {class: "cell-share", "aria-hidden": "true"}),
       element("span", {class: "visually-hidden"}),
     ),
   );
@@ -70,6 +72,7 @@ export function createCells(app) {
     if (started !== painting) return;
     painting.tiles = tiles;
     painting.statistic = statistic;
+    painting.overlay = overlayName(app);
     if (statistic !== null) {
       painting.scale = valueScale(
         page.heads.map((_, head) => shownValue(page, state.get("model"), statistic, head)),
@@ -82,11 +85,37 @@ export function createCells(app) {
 
   function paintStale() {
     if (!painting.tiles) return;
+    if (painting.overlay !== null) {
+      paintOverlays(painting);
+      return;
+    }
     // On paper all cells are visible, and there is no time to wait until they come on screen.
     for (const index of print.matches ? [...stale] : onScreen) if (stale.delete(index)) paint(index);
   }
 
+  /** Paint one cell after the other, so that the page answers in between. */
+  async function paintOverlays(started) {
+    if (started.isBusy) return;
+    started.isBusy = true;
+    const next = () => [...stale].find(index => print.matches || onScreen.has(index));
+    for (let index = next(); index !== undefined; index = next()) {
+      stale.delete(index);
+      const overlay = await overlayOf(app, app.model(), index, started.overlay);
+      const image = overlay && (await imageOf(overlay.picture));
+      if (started !== painting) return;
+      const button = buttons[index];
+      button.querySelector(".cell-share").textContent = overlay ? formatPercent(overlay.share) : "";
+      if (overlay) {
+        const canvas = element("canvas", {"aria-hidden": "true"});
+        drawOverlay(canvas, image, overlay, canvasSize(button.firstElementChild), state.get("opacity") / 100);
+        button.firstElementChild.replaceChildren(canvas);
+      } else button.firstElementChild.replaceChildren(emptyCell());
+    }
+    started.isBusy = false;
+  }
+
   function paint(index) {
+    buttons[index].querySelector(".cell-share").textContent = "";
     const picture = buttons[index].firstElementChild;
     const {tiles, statistic, scale} = painting;
     if (statistic !== null) {
@@ -146,11 +175,11 @@ function paintSquare(picture, value, colour) {
 
 function paintTiles(picture, tiles, role) {
   if (tiles.some(each => !each)) {
-    picture.replaceChildren(element("span", {class: "cell-value cell-empty"}, "–"));
+    picture.replaceChildren(emptyCell());
     return;
   }
   const canvas = element("canvas", {"aria-hidden": "true"});
-  const size = Math.round((picture.clientWidth || CELL_SIZES[0]) * Math.max(window.devicePixelRatio, 1));
+  const size = canvasSize(picture);
   if (tiles.length === 2) {
     const stops = scaleStops("diverging");
     drawDifference(canvas, tiles[0], tiles[1], size, part => scaleColour(stops, (part + 1) / 2));
@@ -158,6 +187,15 @@ function paintTiles(picture, tiles, role) {
     drawTiles(canvas, tiles[0], size, propertyColour("--panel"), roleColour(role));
   }
   picture.replaceChildren(canvas);
+}
+
+/** Return what the cell of a head shows that did not attend. */
+function emptyCell() {
+  return element("span", {class: "cell-value cell-empty"}, "–");
+}
+
+function canvasSize(picture) {
+  return Math.round((picture.clientWidth || CELL_SIZES[0]) * Math.max(window.devicePixelRatio, 1));
 }
 
 /** Return the mark of a role: its letter on its colour. */

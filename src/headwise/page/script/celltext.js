@@ -7,9 +7,8 @@ import {unitName} from "./words.js";
 /** Return a sentence about cells whose weight is not stored. */
 export function tilesNote({matrix, rows, tiles}) {
   if (!(matrix.approximate ?? !matrix.exact) || !tiles) return "";
-  const {noun} = matrix.keyUnits;
   const size = Math.round(rows.length / tiles.rows);
-  const block = size > 1 ? `, a square of about ${size} by ${size} ${noun === "word" ? "words" : "patches"}` : "";
+  const block = size > 1 ? `, a square of about ${size} by ${size} ${matrix.keyUnits.nouns}` : "";
   const mean = `the mean weight of the tile around it${block}`;
   return `The page stores only the largest weights. Every other cell has ${mean}.`;
 }

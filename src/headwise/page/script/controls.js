@@ -2,6 +2,7 @@
 import {byId, checkField, element, selectField} from "./dom.js";
 import {statisticTitle} from "./data.js";
 import {colourStatistic} from "./filter.js";
+import {overlayName, overlayOptions} from "./overlay.js";
 
 /** Fill the controls of the overview and keep them equal to the state. */
 export function createControls(app) {
@@ -22,7 +23,7 @@ export function createControls(app) {
       selectField(
         "Colour by",
         [...pictures(), ...statistics],
-        colourStatistic(page, state) ?? pictures()[0]?.value,
+        colourStatistic(page, state) ?? (overlayName(app) === null ? pictures()[0]?.value : state.get("colour")),
         colour => state.set({colour}),
       ),
       selectField(
@@ -81,7 +82,8 @@ export function createControls(app) {
   function pictures() {
     if (state.get("model") === "difference")
       return page.passages.length ? [{value: "pictures", text: "difference of weights"}] : [];
-    return roles || page.passages.length ? [{value: "role", text: "role"}] : [];
+    const overlays = page.passages.length ? overlayOptions(page.passages[app.passage()]) : [];
+    return roles || page.passages.length ? [{value: "role", text: "role"}, ...overlays] : [];
   }
 
   function toggleRole(role, checked) {
@@ -111,6 +113,6 @@ export function createControls(app) {
   }
 
   state.onRestore(fill);
-  state.on(["model"], fill);
+  state.on(["model", "passage"], fill);
   fill();
 }

@@ -2,7 +2,7 @@
 import {angularTable, bytesOfBase64, gunzip, parseDense, parseSparse, parseVisibility} from "./decode.js";
 import {unitMatrix} from "./attention.js";
 import {tilesOf} from "./tiles.js";
-import {differentKinds, headKinds, imageNouns, showsImages} from "./kinds.js";
+import {differentKinds, headKinds, nounsOf} from "./kinds.js";
 import {differingParts, shortened, unitsOf} from "./words.js";
 
 /** Number of heads whose decompressed attention is kept. */
@@ -30,7 +30,7 @@ function remembered(load, limit = Infinity) {
 export async function loadContents() {
   const contents = JSON.parse(document.getElementById("contents").textContent);
   const {models, passages} = contents;
-  const say = showsImages(contents) ? imageNouns : text => text;
+  const say = nounsOf(contents);
   const statistics = contents.statistics.map(each => ({...each, unit: say(each.unit), source: say(each.source)}));
   const kinds = headKinds(contents);
   const heads = models[0].heads;
@@ -68,19 +68,34 @@ export async function loadContents() {
     return {visible, rows: (stored.storage === "dense" ? parseDense : parseSparse)(buffer, queries, keys)};
   }, KEPT_HEADS);
 
+  const maps = remembered(async passage => {
+    const numbers = new Float32Array(await blobOf(`p${passage}-maps`));
+    let offset = 0;
+    const next = length => numbers.subarray(offset, (offset += length));
+    return passages[passage].maps.map(map => ({
+      ...map,
+      values: next(passages[passage].sides[map.side].tokens.length),
+      curves: Object.fromEntries(map.curves.map(([name, length]) => [name, next(length)])),
+    }));
+  });
+
   const matrix = remembered(async (passage, model, head, merged) => {
     const stored = passages[passage].heads[model][head];
     const {rows, visible} = await attention(passage, model, head);
     return unitMatrix(rows, visible, units(passage, stored.queries, merged), units(passage, stored.keys, merged));
   }, KEPT_HEADS);
 
+  // A prompt with pictures has many rows of patches, so its page opens with the rows of the words that the model generated.
+  const generated = passages.some(({sides}) => sides.some(side => side.pictures.length && side.generated !== null));
+
   return {
     ...contents,
+    opening: {generated, ...contents.opening},
     statistics,
     heads,
     /** Letter of each of two models, with the part of its name that differs. */
     labels: parts.map((part, model) => "AB"[model] + (/^\(?[AB]\)?$/.test(part) ? "" : `: ${shortened(part, 24)}`)),
-    /** Return a text of the page with the nouns for what it shows: words of a text, or patches of an image. */
+    /** Return a text of the page with the nouns for what it shows: words of a text, patches of pictures, or both. */
     say,
     /** Kind of each head. */
     kinds,
@@ -89,6 +104,7 @@ export async function loadContents() {
     units,
     tiles,
     matrix,
+    maps,
     passageValues,
     /** Index of the head with this name, or -1. */
     headIndex: name => heads.findIndex(head => head.name === name),

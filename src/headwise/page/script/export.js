@@ -1,10 +1,11 @@
-/** Files and texts of the chosen head: matrix and curves as SVG and PNG, weights as text. */
+/** Files and texts of the chosen head: matrix, curves and pictures as SVG and PNG, weights as text. */
 import {ROUNDED_DOWN, byId, element, svgElement} from "./dom.js";
 import {cssColour, propertyColour} from "./colours.js";
 import {rowOf} from "./attention.js";
 import {SCALE_HEIGHT, TITLE_HEIGHT, svgTitle} from "./caption.js";
 import {lineStyle} from "./lines.js";
 import {matrixSvg} from "./matrixsvg.js";
+import {overlaySvg} from "./overlaysvg.js";
 import {pinnedUnit} from "./meanattention.js";
 import {strongestLinks} from "./strongest.js";
 import {plainName} from "./words.js";
@@ -25,18 +26,17 @@ export function exportButtons(app, view) {
       },
       text,
     );
-  const savePicture = (kind, asPng) => {
-    const svg = view().picture();
-    if (!svg) return;
-    const complete = withCaption(svg, pictureTitle(app));
-    if (asPng) pngOfSvg(complete, blob => saveBlob(`${name()}-${kind}.png`, blob));
-    else saveText(`${name()}-${kind}.svg`, svgText(complete), "image/svg+xml");
+  const saveSvg = (kind, svg, asPng) => {
+    if (asPng) pngOfSvg(svg, blob => saveBlob(`${name()}-${kind}.png`, blob));
+    else saveText(`${name()}-${kind}.svg`, svgText(svg), "image/svg+xml");
   };
+  const saveButtons = (label, makeSvg) =>
+    ["PNG", "SVG"].map(type => save(`${label} ${type}`, () => saveSvg(label.toLowerCase(), makeSvg(), type === "PNG")));
   const matrix = () => matrixSvg(view().matrixView.saved(pictureTitle(app)));
-  const curves = [
-    save("Curves PNG", () => savePicture("curves", true)),
-    save("Curves SVG", () => savePicture("curves", false)),
-  ];
+  const curves = saveButtons("Curves", () => withCaption(view().picture(), pictureTitle(app)));
+  const overlay = saveButtons("Picture", () =>
+    overlaySvg(view().overlay(), pictureTitle(app), Math.min(app.state.get("opacity"), 100) / 100),
+  );
   const links = save("Copy links", () => copyText(app, linksText(view().current())));
   const root = element(
     "div",
@@ -47,13 +47,15 @@ export function exportButtons(app, view) {
         .matrixView.picture(800, pictureTitle(app))
         .toBlob(blob => saveBlob(`${name()}-matrix.png`, blob)),
     ),
-    save("Matrix SVG", () => saveText(`${name()}-matrix.svg`, svgText(matrix()), "image/svg+xml")),
+    save("Matrix SVG", () => saveSvg("matrix", matrix(), false)),
     ...curves,
+    ...overlay,
     save("Copy weights", () => copyText(app, weightsText(app, view().current()))),
     links,
   );
   function update() {
     for (const button of curves) button.hidden = !view().picture();
+    for (const button of overlay) button.hidden = !view().overlay();
     links.hidden = Boolean(view().current()?.matrix.signed);
   }
   return {root, update};

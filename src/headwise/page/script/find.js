@@ -18,6 +18,9 @@ import {unitName} from "./words.js";
 /** Number of heads that are listed. */
 const LISTED_HEADS = 10;
 
+/** Number of patches of a picture up to which each is named. */
+const LISTED_PATCHES = 6;
+
 /** Fill the panel that ranks heads by their attention on marked words. */
 export function createFind(app) {
   const {page, state} = app;
@@ -60,10 +63,7 @@ export function createFind(app) {
     const marked = new Set(marksOfSide(state.get("marks"), side).filter(word => word < units.count));
     const place = sides.length > 1 ? ` in “${sides[side].name}”` : "";
     byId("find-words").textContent = marked.size
-      ? `Marked${place}: ${[...marked]
-          .sort((a, b) => a - b)
-          .map(word => unitName(units, word, 20))
-          .join(", ")}`
+      ? `Marked${place}: ${markedNames(units, [...marked].sort((a, b) => a - b)).join(", ")}`
       : `${page.say("No word")}${place} is marked.`;
     byId("find-kind").textContent = [
       kind === "received"
@@ -96,6 +96,19 @@ export function createFind(app) {
 
   state.on(["marking", "marks", "focus", "passage", "model", "head"], search);
   search();
+}
+
+/** Return the names of marked units. Many patches of a picture are named together. */
+function markedNames(units, marked) {
+  const ofPicture = (unit, picture) => units.patches[unit]?.[0] === picture;
+  const groups = units.pictures.map((_, picture) => marked.filter(unit => ofPicture(unit, picture)));
+  const isMany = unit => groups[units.patches[unit]?.[0]]?.length > LISTED_PATCHES;
+  return [
+    ...marked.filter(unit => !isMany(unit)).map(unit => unitName(units, unit, 20)),
+    ...groups.flatMap((group, picture) =>
+      group.length > LISTED_PATCHES ? [`${group.length} patches of ${units.pictures[picture].name}`] : [],
+    ),
+  ];
 }
 
 function rankingTable(app, ranked) {

@@ -4,8 +4,8 @@ import {receivedAttention} from "./attention.js";
 import {focusOf, otherWordNote} from "./focus.js";
 import {seriesClass} from "./colours.js";
 import {roleBadge} from "./cells.js";
-import {largestWordWeight, sentenceLine} from "./sentence.js";
-import {strengthOfLargest, tintScale} from "./tint.js";
+import {contentWeights, sentenceLine} from "./sentence.js";
+import {scalesOf, tintLegend} from "./tint.js";
 
 /** Fill the first block of the page, if the page has foci. */
 export function createFoci(app) {
@@ -21,12 +21,10 @@ export function createFoci(app) {
     const attention = await Promise.all(page.foci.map(focus => focusAttention(page, app.passage(), focus)));
     if (job !== started) return;
     const known = attention.filter(Boolean);
-    const largest = Math.max(0, ...known.map(({units, weights}) => largestWordWeight(units, weights)));
     const uniform = Math.min(1, ...known.map(({units}) => 1 / units.count));
-    const scale = {largest, strength: strengthOfLargest(largest, uniform)};
-    byId("foci-legend").className = known.some(({image}) => image) ? "shows-image" : "";
-    byId("foci-legend").replaceChildren(known.length ? tintScale(scale, "mean weight") : "");
-    lines.replaceChildren(...page.foci.map((focus, place) => focusLine(app, focus, place, attention[place], scale)));
+    const scales = scalesOf(known.map(contentWeights), uniform);
+    byId("foci-legend").replaceChildren(...(known.length ? tintLegend(scales, known[0].units, "mean weight") : []));
+    lines.replaceChildren(...page.foci.map((focus, place) => focusLine(app, focus, place, attention[place], scales)));
   }
 
   state.on(["passage"], show);
@@ -38,7 +36,7 @@ function scoresOf(focus, passage) {
   return Array.isArray(focus.scores[0]) ? (focus.scores[passage] ?? []) : focus.scores;
 }
 
-function focusLine(app, focus, place, attention, scale) {
+function focusLine(app, focus, place, attention, scales) {
   const {page} = app;
   const best = scoresOf(focus, app.passage())[0];
   if (!best)
@@ -53,7 +51,7 @@ function focusLine(app, focus, place, attention, scale) {
     role ? element("span", {class: "focus-role"}, roleBadge(role), role.title) : null,
   );
   const line = attention
-    ? sentenceLine(attention.units, attention.weights, scale, attention)
+    ? sentenceLine(attention.units, attention.weights, scales, attention)
     : element("p", {class: "soft"}, "The head did not attend on this passage.");
   const error = best.error ?? best.sem;
   const numbers = element(
@@ -94,7 +92,6 @@ async function focusAttention(page, passage, focus) {
     weights: receivedAttention(matrix, rows),
     underlined: words,
     around: [...words][0],
-    image: page.passages[passage].sides[stored.keys].image,
   };
 }
 

@@ -10,7 +10,9 @@ import {exportButtons} from "./export.js";
 import {ADD_TO_COMPARISON, addToTray, comparisonLink} from "./tray.js";
 import {kindTitle} from "./kinds.js";
 import {pinnedUnit} from "./meanattention.js";
-import {marksOfSide, marksWith, marksWithout} from "./marks.js";
+import {createMarking} from "./marking.js";
+import {createRelevance} from "./relevance.js";
+import {createSteps} from "./steps.js";
 
 /** Sentences about what the reader can do with the text. */
 const HINTS = {
@@ -18,11 +20,13 @@ const HINTS = {
     start: "Point at a word, or move to it with the arrow keys. Click or press Enter to pin it.",
     pinned: "Escape, or another click on the word, unpins it.",
     marking: "Click words, or press Enter, to mark them. The heads are ranked below the text.",
+    region: "Draw a rectangle on a picture, or hold Shift and press the arrow keys, to mark its patches.",
   },
   touch: {
     start: "Tap a word to pin it.",
     pinned: "Tap the word again to unpin it.",
     marking: "Tap words to mark them. The heads are ranked below the text.",
+    region: "Draw a rectangle on a picture to mark its patches.",
   },
 };
 
@@ -31,8 +35,9 @@ export function createHead(app) {
   const {page, state} = app;
   const hasText = page.passages.length > 0;
   const isCompared = page.models.length === 2;
+  const marks = createMarking(app);
   const models = [...(isCompared ? [[0, 1]] : []), ...page.models.map((_, model) => [model])];
-  const views = hasText ? models.map(each => createHeadView(app, each, {over, focused, chosen, scrolled})) : [];
+  const views = hasText ? models.map(each => createHeadView(app, each, {over, focused, chosen, scrolled, marked: marks.mark})) : [];
   const isTouch = matchMedia("(pointer: coarse)").matches;
   const direction = choiceButtons(
     "Direction",
@@ -61,7 +66,10 @@ export function createHead(app) {
   let hovered = null;
   let started = null;
   const compare = element("button", {type: "button", click: () => addToTray(app)}, ADD_TO_COMPARISON);
+  const steps = createSteps(app);
+  const showMaps = createRelevance(app);
   byId("head-tools").append(direction, marking, compare, comparisonLink(app));
+  byId("head-hint").after(steps.root);
   byId("head-views").append(...views.map(view => view.root));
   byId("head-lists").append(...views.map(view => view.lists));
   byId("head-pictures").append(...views.map(view => view.pictures));
@@ -109,7 +117,7 @@ export function createHead(app) {
 
   function chosen(active, isKeySide) {
     if (state.get("marking") && isKeySide) {
-      toggleMark(active.unit);
+      marks.mark([active.unit]);
       return;
     }
     const pin = (active.axis === "query" ? "q" : "k") + active.unit;
@@ -122,19 +130,11 @@ export function createHead(app) {
     if (page.passages[app.passage()].sides.some(side => side.tokens.length > MOST_LINE_WORDS)) state.set({start: unit});
   }
 
-  /** Mark a word, or remove its mark. Marks are words, also when tokens are shown. */
-  function toggleMark(unit) {
-    const stored = page.passages[app.passage()].heads[app.model()][app.head()];
-    const word = state.get("words") ? unit : page.passages[app.passage()].sides[stored.keys].wordOf[unit];
-    const marks = state.get("marks");
-    const isMarked = marksOfSide(marks, stored.keys).includes(word);
-    state.set({marks: (isMarked ? marksWithout : marksWith)(marks, stored.keys, word)});
-    app.announce(isMarked ? "The mark was removed." : page.say("The word is marked."));
-  }
-
   function activate() {
     const active = pinned() ?? hovered;
     for (const view of views) view.activate(active);
+    saving?.update();
+    if (hasText) showMaps(pinned(), page.passages[app.passage()].heads[app.model()][app.head()]?.queries);
     showSelection();
     hint.textContent = hintText();
   }
@@ -142,27 +142,20 @@ export function createHead(app) {
   function hintText() {
     if (!hasText) return "";
     if (!isCalled()) return "This head did not attend on this passage.";
-    const kind = state.get("marking") ? "marking" : pinned() ? "pinned" : "start";
-    return page.say(HINTS[isTouch ? "touch" : "pointer"][kind]);
+    const hints = HINTS[isTouch ? "touch" : "pointer"];
+    if (!state.get("marking")) return page.say(hints[pinned() ? "pinned" : "start"]);
+    return page.say(hints.marking) + (marks.side().pictures.length ? ` ${hints.region}` : "");
   }
 
   function showSelection() {
-    const marks = markedUnits();
+    const marked = marks.units();
     const pin = pinned();
+    byId("head-views").classList.toggle("marking", state.get("marking"));
     for (const view of views) {
-      view.flagTexts("marked", marks);
-      view.select("key", state.get("marking") ? marks : new Set());
+      view.flagTexts("marked", marked);
+      view.select("key", state.get("marking") ? marked : new Set());
       if (!state.get("marking")) view.select(pin?.axis ?? "query", new Set(pin ? [pin.unit] : []));
     }
-  }
-
-  function markedUnits() {
-    const stored = page.passages[app.passage()]?.heads[app.model()][app.head()];
-    if (!stored) return new Set();
-    const words = marksOfSide(state.get("marks"), stored.keys);
-    if (state.get("words")) return new Set(words);
-    const {wordOf} = page.passages[app.passage()].sides[stored.keys];
-    return new Set([...wordOf.keys()].filter(token => words.includes(wordOf[token])));
   }
 
   function showTop() {
@@ -209,7 +202,7 @@ export function createHead(app) {
     }
     if (job !== started) return;
     activate();
-    saving?.update();
+    steps.update(shownView()?.current()?.matrix.queryUnits ?? null);
     if (pinned()) for (const view of views) if (!view.root.hidden) view.reveal(pinned());
     const examples = await exampleList(app, app.model(), head);
     if (job === started) byId("head-examples").replaceChildren(examples ?? "");

@@ -7,18 +7,18 @@ import {hiddenUnits} from "./words.js";
 import {createSides} from "./sides.js";
 import {
   activeWeights,
-  largestOf,
   readoutList,
   readoutNotes,
   readoutSentence,
   readoutTitle,
   strongestWords,
 } from "./readout.js";
-import {strengthOfLargest, tintScale, tintStrengths} from "./tint.js";
+import {scalesOf, tintLegend, tintStrengths, uniformWeight} from "./tint.js";
 import {fillLinks} from "./links.js";
 import {cellText} from "./celltext.js";
 import {pinnedUnit} from "./meanattention.js";
 import {createPictures} from "./pictures.js";
+import {fillShares} from "./shares.js";
 
 /**
  * Return the view of a head, {root, lists, pictures, show(head), activate(active), ...}.
@@ -28,7 +28,7 @@ import {createPictures} from "./pictures.js";
  *
  * @param app the page's context
  * @param models index of the model, or the indices of both for the difference of their weights
- * @param events {over(active or null), focused(active), chosen(active, keySideWord), scrolled(unit)}
+ * @param events {over(active or null), focused(active), chosen(active, keySideWord), scrolled(unit), marked(units, others)}
  */
 export function createHeadView(app, models, events) {
   const {page, state} = app;
@@ -36,7 +36,7 @@ export function createHeadView(app, models, events) {
   const isDifference = models.length === 2;
   const name = page.models.length < 2 ? "" : isDifference ? "B − A" : "AB"[model];
   const part = type => element("div", {class: type});
-  const [texts, legend, hiddenNote] = ["texts", "text-legend soft", "hidden-note"].map(part);
+  const [texts, legend, hiddenNote, shares] = ["texts", "text-legend soft", "hidden-note", "shares"].map(part);
   const [readout, links] = ["readout", "link-list"].map(part);
   const heading = () => {
     if (!name) return "";
@@ -44,12 +44,13 @@ export function createHeadView(app, models, events) {
     return element("h3", {class: "model-name"}, `${name}: ${title}`);
   };
   const pictures = createPictures(app, name, heading, onlyIf(isDrawn, events));
-  const root = element("div", {}, heading(), texts, legend, hiddenNote);
+  const root = element("div", {}, heading(), texts, legend, hiddenNote, shares);
   const lists = element("div", {class: "lists"}, readout, links);
   let built = null;
   let current = null;
   let drawn = null;
   let active = null;
+  let overlay = null;
 
   /** Return the settings that decide the content of a view as text. */
   function addressNow() {
@@ -130,12 +131,11 @@ export function createHeadView(app, models, events) {
 
   /** Show the parts of the view in the colour of the head, or hide them if the head has no attention here. */
   function showParts(stored, passage, head) {
-    const isImage = stored && page.passages[passage].sides[stored.keys].image;
     const colour = isDifference ? "difference" : roleClass(roleOf(head));
-    root.className = `head-view ${colour}${isImage ? " shows-image" : ""}`;
+    root.className = `head-view ${colour}`;
     lists.className = `lists ${colour}`;
     pictures.root.className = `pictures ${colour}`;
-    for (const node of [texts, legend, hiddenNote, readout, links, pictures.content]) node.hidden = !stored;
+    for (const node of [texts, legend, hiddenNote, shares, readout, links, pictures.content]) node.hidden = !stored;
     if (isDifference) links.hidden = true;
   }
 
@@ -144,7 +144,8 @@ export function createHeadView(app, models, events) {
     const settings = {special: state.get("special"), first: state.get("first")};
     const hiddenQueries = hiddenUnits(matrix.queryUnits, settings);
     const hiddenKeys = hiddenUnits(matrix.keyUnits, settings);
-    return {rows: shownRows(matrix, hiddenQueries, state.get("generated")), hiddenQueries, hiddenKeys};
+    const isGenerated = state.get("generated");
+    return {rows: shownRows(matrix, hiddenQueries, isGenerated), hiddenQueries, hiddenKeys, isGenerated};
   }
 
   function fillHeading(parent, title) {
@@ -172,25 +173,30 @@ export function createHeadView(app, models, events) {
     active = next;
     const {matrix, matrices, shown, sides} = current;
     const selected = activeWeights(matrix, active, shown);
+    const queries = active?.axis === "query" ? [active.unit] : [...flagged(shown.rows)];
     // Both models of a comparison have the scale of the larger weight.
-    const {largest, uniform} = largestOf(matrices, active, shown);
-    const scale = {largest, strength: strengthOfLargest(largest, uniform)};
-    const strengths = tintStrengths(selected.weights, scale);
+    const scales = scalesOf(
+      matrices.map(each => activeWeights(each, active, shown)),
+      uniformWeight(matrix, queries),
+    );
+    const strengths = tintStrengths(selected, scales);
     const target = active?.axis === "key" ? sides.query : sides.key;
     const source = active?.axis === "key" ? sides.key : sides.query;
     if (!sides.isSelf) source.tint({indices: [], strengths: []});
+    const title = readoutTitle(matrix, active, shown);
     target.tint({indices: selected.indices, strengths});
+    overlay = {...selected, strengths, scales, label: title, isSigned: isDifference};
     if (!sides.isSelf) target.flag("active", new Set());
     source.flag("active", new Set(active ? [active.unit] : []));
     const strongest = strongestWords(selected);
     readout.replaceChildren(
-      element("h3", {}, readoutTitle(matrix, active)),
+      element("h3", {}, title),
       readoutList(matrix, strongest),
       ...readoutNotes(matrix, active, shown).map(note => element("p", {class: "soft"}, note)),
     );
     const label = `${active ? "" : "mean "}${isDifference ? "difference" : "weight"}`;
     legend.replaceChildren(
-      largest > 0 ? tintScale(scale, label, isDifference) : "",
+      ...tintLegend(scales, selected.units, label, isDifference),
       sides.query.units.generated.includes(1)
         ? element(
             "span",
@@ -201,6 +207,7 @@ export function createHeadView(app, models, events) {
           )
         : "",
     );
+    fillShares(shares, matrix, active, shown);
     if (isDrawn()) pictures.activate(active);
   }
 
@@ -214,11 +221,8 @@ export function createHeadView(app, models, events) {
     current: content,
     isDrawn,
     picture: () => (isDrawn() ? pictures.curves() : null),
-    sentence: () => {
-      if (!content()) return "";
-      const {matrix, shown} = current;
-      return readoutSentence(matrix, active, strongestWords(activeWeights(matrix, active, shown)));
-    },
+    overlay: () => (content() && overlay?.units.pictures.length ? overlay : null),
+    sentence: () => (content() ? readoutSentence(current.matrix, active, current.shown) : ""),
     pair: (query, key) => (content() ? cellText({matrix: current.matrix, tiles: null}, query, key, name) : ""),
     reveal: ({axis, unit}) => content()?.sides[axis].reveal(unit),
     flagTexts: (type, units) => content()?.sides.key.flag(type, units),

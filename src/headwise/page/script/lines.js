@@ -1,7 +1,7 @@
 /** Picture of a head's attention as curves between two columns of words. */
 import {svgElement} from "./dom.js";
 import {cssColour, propertyColour} from "./colours.js";
-import {columnOf, rowOf} from "./attention.js";
+import {columnOf, receivedAttention, rowOf} from "./attention.js";
 import {shortened} from "./words.js";
 
 /** Largest number of words in a column. */
@@ -21,9 +21,10 @@ export function unitsShown(units, hidden) {
 }
 
 /**
- * Return the words between which curves are drawn, {queries, keys, isPinned, window}, or null if all are hidden: all words,
- * or, if they are too many, the pinned word and the words with its largest weights, or else a window of words: {first, last,
- * count, earlier, later}, the numbers of its words, and the words at which the windows before and after it start.
+ * Return the words between which curves are drawn, {queries, keys, isPinned, isFew, window}, or null if all are hidden: all
+ * words, or, if they are too many, the pinned word and the words with its largest weights, or the few rows that count and
+ * the words to which they have curves, or else a window of words: {first, last, count, earlier, later}, the numbers of
+ * its words, and the words at which the windows before and after it start.
  *
  * @param matrix matrix of a head
  * @param shown {rows, hiddenQueries, hiddenKeys}: flags of rows that count and of hidden words
@@ -40,6 +41,17 @@ export function lineUnits(matrix, {rows, hiddenQueries, hiddenKeys}, pin, from) 
     const isShown = unit => (isQuery ? !hiddenKeys[unit] : rows[unit]);
     const others = largestUnits(indices, weights, isShown);
     return {queries: isQuery ? [pin.unit] : others, keys: isQuery ? others : [pin.unit], isPinned: true};
+  }
+  const counted = all.queries.filter(query => rows[query]);
+  if (counted.length && counted.length <= MOST_LINE_WORDS && counted.length < all.queries.length) {
+    const drawn = new Set();
+    for (const query of counted) {
+      const {indices, weights} = rowOf(matrix, query);
+      const isShown = key => !hiddenKeys[key];
+      for (const key of largestUnits(indices, weights, isShown)) drawn.add(key);
+    }
+    const received = receivedAttention(matrix, rows);
+    return {queries: counted, keys: largestUnits([...received.keys()], received, key => drawn.has(key), 0), isFew: true};
   }
   const startOf = units => {
     const place = units.findIndex(unit => unit >= from);
@@ -63,10 +75,10 @@ export function lineUnits(matrix, {rows, hiddenQueries, hiddenKeys}, pin, from) 
 }
 
 /** Return the units with the largest weights, at most as many as a column has, in the order of the text. */
-function largestUnits(indices, weights, isShown) {
+function largestUnits(indices, weights, isShown, least = LEAST_LINE) {
   const places = [...indices.keys()].filter(place => isShown(indices[place]) && weights[place] > 0);
   places.sort((a, b) => weights[b] - weights[a]);
-  const drawn = places.slice(0, MOST_LINE_WORDS).filter((place, rank) => !rank || weights[place] >= LEAST_LINE);
+  const drawn = places.slice(0, MOST_LINE_WORDS).filter((place, rank) => !rank || weights[place] >= least);
   return drawn.map(place => indices[place]).sort((a, b) => a - b);
 }
 

@@ -14,8 +14,7 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
     root.replaceChildren(element("p", {class: "soft"}, "There are no links between the words that are shown."));
     return;
   }
-  const {noun} = matrix.keyUnits;
-  const many = noun === "word" ? "words" : "patches";
+  const {noun, nouns} = matrix.keyUnits;
   const isMutual = links.some(link => link.back !== null);
   const few = links.length === 1 ? "This link covers" : `These ${links.length} links cover`;
   const percent = share => (matrix.exact ? formatPercent(share) : `at least ${formatPercentAtLeast(share)}`);
@@ -49,9 +48,9 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
     element(
       "p",
       {class: "soft"},
-      `${few} ${percent(covered)} of the attention that is shown. A link goes from a ${noun} to the ${noun} that it ` +
-        `attends to most${noun === "word" ? ", special tokens and punctuation aside" : ""}.` +
-        (isMutual ? ` With ↔, each of two ${many} attends most to the other.` : "") +
+      `${few} ${percent(covered)} of the attention that is shown. A link goes from a ${matrix.queryUnits.noun} to the ` +
+        `${noun} that it attends to most${noun !== "patch" ? ", special tokens and punctuation aside" : ""}.` +
+        (isMutual ? ` With ↔, each of two ${nouns} attends most to the other.` : "") +
         firstNote(noun, onFirst, percent) +
         (matrix.exact ? "" : ` ${ROUNDED_DOWN}`),
     ),

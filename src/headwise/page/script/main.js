@@ -29,7 +29,10 @@ function pageContext(page, state) {
       byId("live").textContent = text;
     },
     choose(head, isFarAway = true) {
-      state.set({head: page.heads[head].name});
+      const [before, next] = [app.head(), head].map(each => page.passages[app.passage()]?.heads[app.model()][each]);
+      // The pinned word of a head is no word of a head that attends between other sides.
+      const isSame = !before || !next || (before.queries === next.queries && before.keys === next.keys);
+      state.set({head: page.heads[head].name, ...(isSame ? {} : {pin: ""})});
       app.announce(`Head ${page.heads[head].name}`);
       const {top} = byId("head").getBoundingClientRect();
       if (isFarAway && (top > innerHeight * 0.6 || top < -200)) scrollToPart("head");

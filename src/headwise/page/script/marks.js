@@ -20,19 +20,19 @@ export function marksOfSide(text, side) {
   return marksOfText(text).get(side) ?? [];
 }
 
-/** Return the marks without a word of a side. */
-export function marksWithout(text, side, word) {
+/** Return the marks without some words of a side. */
+export function marksWithout(text, side, ...words) {
   return textOfMarks(
     marksOfText(text).set(
       side,
-      marksOfSide(text, side).filter(other => other !== word),
+      marksOfSide(text, side).filter(other => !words.includes(other)),
     ),
   );
 }
 
-/** Return the marks with one more word of a side. */
-export function marksWith(text, side, word) {
-  return textOfMarks(marksOfText(text).set(side, [...new Set([...marksOfSide(text, side), word])]));
+/** Return the marks with more words of a side. */
+export function marksWith(text, side, ...words) {
+  return textOfMarks(marksOfText(text).set(side, [...new Set([...marksOfSide(text, side), ...words])]));
 }
 
 function textOfMarks(marks) {

@@ -1,7 +1,7 @@
 /** Painting of a matrix with its words on a canvas. */
 import {cssColour, mixed, propertyColour, roleColour, scaleColour, scaleStops} from "./colours.js";
 import {pixelWeights, scalePart} from "./matrix.js";
-import {shortened} from "./words.js";
+import {nounOf, shortened} from "./words.js";
 
 /** Width or height of the margins around the plot, in pixels. */
 export const LEFT_MARGIN = 92;
@@ -12,7 +12,7 @@ export const TOP_MARGIN = 74;
 const SMALLEST_LABELLED_CELL = 11;
 
 /** Longest label of a row or a column, in characters. */
-const LONGEST_LABEL = {word: 12, patch: 16};
+const LONGEST_LABEL = {word: 12, patch: 18};
 
 /**
  * Return the colours of a matrix: a function from a part of the scale to a colour. Parts are from 0 to 1; of
@@ -119,7 +119,7 @@ function paintAxis(context, {units, shown, start, cell, size, active, pointed}, 
     context.fillText(text, 0, 0);
     context.restore();
   };
-  const name = unit => shortened(units.labels[unit], LONGEST_LABEL[units.noun]);
+  const name = unit => shortened(units.labels[unit], LONGEST_LABEL[nounOf(units, unit)]);
   const centreOf = place => (place + 0.5 - start) * cell;
   const first = Math.ceil(start / step) * step;
   for (let place = first; place < shown.length && (place - start) * cell < size; place += step) {

@@ -15,12 +15,12 @@ export function pinnedUnit(text, queryUnits, keyUnits) {
 }
 
 /**
- * Return the mean attention of heads, {units, weights, least, around, image, active, exact, hasRows}.
+ * Return the mean attention of heads, {units, weights, least, around, active, exact, hasRows}.
  *
  * `weights` are those on the key words, or, if a key is pinned, those of the query words on it. `least` is the weight of
- * each word under uniform attention.
+ * each word under uniform attention. If `onlyWords`, rows of patches do not count in a text that also has words.
  */
-export async function meanAttention(app, passage, model, heads) {
+export async function meanAttention(app, passage, model, heads, onlyWords = false) {
   const {page, state} = app;
   const matrices = await Promise.all(heads.map(head => page.matrix(passage, model, head, state.get("words"))));
   const [first] = matrices;
@@ -33,6 +33,10 @@ export async function meanAttention(app, passage, model, heads) {
   const weights = new Float64Array(units.count);
   for (const matrix of matrices) {
     const rows = shownRows(matrix, hiddenQueries, state.get("generated"));
+    if (onlyWords && !active && queryUnits.noun === "word or patch")
+      queryUnits.patches.forEach((patch, query) => {
+        if (patch) rows[query] = 0;
+      });
     const selected = activeWeights(matrix, active, {rows, hiddenKeys});
     selected.indices.forEach((unit, place) => {
       weights[unit] += selected.weights[place] / matrices.length;
@@ -42,13 +46,11 @@ export async function meanAttention(app, passage, model, heads) {
     if (active?.axis === "key") return uniformWeight(first, [unit]);
     return active ? uniformWeight(first, [active.unit]) : 1 / units.count;
   });
-  const stored = page.passages[passage].heads[model][heads[0]];
   return {
     units,
     weights,
     least,
     around: active && queryUnits === keyUnits ? active.unit : null,
-    image: page.passages[passage].sides[active?.axis === "key" ? stored.queries : stored.keys].image,
     active,
     exact: matrices.every(matrix => matrix.exact),
     hasRows: active?.axis === "query" || !state.get("generated") || queryUnits.generated.includes(1),

@@ -9,6 +9,7 @@ import {groupsOf} from "./groups.js";
 import {nearestInLine} from "./navigate.js";
 import {rankHeads, wordsEqualTo} from "./rank.js";
 import {createControls} from "./controls.js";
+import {overlayName} from "./overlay.js";
 
 const LAYOUT = [
   "passage",
@@ -126,17 +127,17 @@ export function createOverview(app) {
   groups.addEventListener("keydown", event => moveFocus(event, groups));
   state.on(LAYOUT, arrange);
   state.on(["head"], mark);
-  state.on(["model", "passage", "colour"], () => {
+  const repaint = () => {
     cells.repaint();
     showLegend(app);
+  };
+  state.on(["model", "passage", "colour"], repaint);
+  state.on(["pin", "words", "special", "first", "generated", "opacity"], () => {
+    if (overlayName(app) !== null) repaint();
   });
-  app.onTheme(() => {
-    cells.repaint();
-    showLegend(app);
-  });
+  app.onTheme(repaint);
   arrange();
-  cells.repaint();
-  showLegend(app);
+  repaint();
 }
 
 /** Move the keyboard focus between cells with the arrow keys. */
@@ -155,9 +156,18 @@ function moveFocus(event, groups) {
   cells[next].focus();
 }
 
-function showLegend({page, state}) {
+function showLegend(app) {
+  const {page, state} = app;
   const legend = byId("overview-legend");
   const statistic = colourStatistic(page, state);
+  const overlay = overlayName(app);
+  if (overlay !== null) {
+    legend.textContent =
+      `Each cell shows the attention of one head on ${overlay}, and its share: that of the pinned word, or else the mean ` +
+      `from all ${state.get("generated") ? "generated words" : "words"} that are shown. ` +
+      "Patches with little attention are veiled; each cell has a scale of its own.";
+    return;
+  }
   if (statistic === null) {
     if (state.get("model") === "difference") {
       legend.replaceChildren(

@@ -113,6 +113,7 @@ function linesNote(units) {
   if (!units) return "All words are hidden.";
   const least = "Weights below 0.04 are left out, except the largest of each word";
   if (units.isPinned) return "The curves are those of the pinned word. Weights below 0.04 are left out, except the largest.";
+  if (units.isFew) return `The curves are those of the rows that are shown. ${least}.`;
   if (!units.window) return `${least}.`;
   const [first, last, count] = ["first", "last", "count"].map(name => units.window[name].toLocaleString("en-US"));
   return (

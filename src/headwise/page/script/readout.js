@@ -1,8 +1,7 @@
 /** Attention of the active word, as strengths for the tint and as sentences and lists. */
 import {columnOf, receivedAttention, rowOf} from "./attention.js";
 import {ROUNDED_DOWN, element, formatAtMost, formatBound, formatListed, formatWeight} from "./dom.js";
-import {uniformWeight} from "./tint.js";
-import {quotedName, unitName} from "./words.js";
+import {nounOf, quotedName, unitName} from "./words.js";
 
 /** Number of words that are listed for the active word. */
 const LISTED = 8;
@@ -30,18 +29,6 @@ export function activeWeights(matrix, active, {rows, hiddenKeys}) {
   };
 }
 
-/**
- * Return the largest of the weights that the active word selects in several matrices, and the mean weight of these words
- * under uniform attention.
- */
-export function largestOf(matrices, active, shown) {
-  let largest = 0;
-  for (const matrix of matrices)
-    for (const weight of activeWeights(matrix, active, shown).weights) largest = Math.max(largest, Math.abs(weight));
-  const queries = active?.axis === "query" ? [active.unit] : [...shown.rows.keys()].filter(query => shown.rows[query]);
-  return {largest, uniform: uniformWeight(matrices[0], queries)};
-}
-
 /** Return the largest weights or differences that are not 0 with the names of their words, largest first. */
 export function strongestWords({indices, weights, units}, limit = LISTED) {
   const order = [...indices.keys()]
@@ -52,9 +39,10 @@ export function strongestWords({indices, weights, units}, limit = LISTED) {
 }
 
 /** Return the heading of the list of words for the active word. */
-export function readoutTitle(matrix, active) {
+export function readoutTitle(matrix, active, {isGenerated}) {
   const {noun} = matrix.keyUnits;
-  if (!active) return `Mean ${matrix.signed ? "difference of the " : ""}attention that each ${noun} receives`;
+  const rows = isGenerated && matrix.queryUnits.generated.includes(1) ? " from generated words" : "";
+  if (!active) return `Mean ${matrix.signed ? "difference of the " : ""}attention that each ${noun} receives${rows}`;
   const what = matrix.signed ? "Difference of the attention" : "Attention";
   if (active.axis === "query") return `${what} from ${quotedName(matrix.queryUnits, active.unit)}`;
   return `${what} to ${quotedName(matrix.keyUnits, active.unit)}`;
@@ -63,13 +51,13 @@ export function readoutTitle(matrix, active) {
 /** Return sentences about what the list for the active word does not show. */
 export function readoutNotes(matrix, active, {hiddenKeys}) {
   const notes = [];
-  const [one, many] = matrix.keyUnits.noun === "word" ? ["word", "words"] : ["patch", "patches"];
+  const many = matrix.keyUnits.nouns;
   if (matrix.signed)
     return matrix.approximate
       ? ["The page stores only the largest weights; a weight that it does not store counts as 0 in a difference."]
       : [];
   if (active?.axis === "query") {
-    if (!matrix.visible[active.unit]) return [`No key is visible to this ${one}.`];
+    if (!matrix.visible[active.unit]) return [`No key is visible to this ${nounOf(matrix.queryUnits, active.unit)}.`];
     const {indices, weights} = rowOf(matrix, active.unit);
     const hidden = weights.reduce((sum, weight, place) => sum + (hiddenKeys[indices[place]] ? weight : 0), 0);
     if (hidden > 0)
@@ -83,7 +71,7 @@ export function readoutNotes(matrix, active, {hiddenKeys}) {
         `All ${many} that the page does not list get at most ${formatAtMost(matrix.unlisted[active.unit])} together.`,
       );
     if (matrix.total[active.unit] < 0.99)
-      notes.push(`The weights of this ${one} sum to ${formatWeight(matrix.total[active.unit])}.`);
+      notes.push(`The weights of this ${nounOf(matrix.queryUnits, active.unit)} sum to ${formatWeight(matrix.total[active.unit])}.`);
   } else if (!matrix.exact)
     notes.push("The page lists only the largest weights of each row, so these are lower bounds.");
   if (!matrix.exact) notes.push(ROUNDED_DOWN);
@@ -111,10 +99,9 @@ export function readoutList(matrix, strongest) {
 }
 
 /** Return the active word and its strongest words as one sentence. */
-export function readoutSentence(matrix, active, strongest) {
-  const list = strongest
-    .slice(0, 5)
+export function readoutSentence(matrix, active, shown) {
+  const list = strongestWords(activeWeights(matrix, active, shown), 5)
     .map(({name, weight}) => `${name} ${formatListed(matrix, weight)}`)
     .join(", ");
-  return `${readoutTitle(matrix, active)}: ${list || "none is shown"}.${matrix.exact ? "" : ` ${ROUNDED_DOWN}`}`;
+  return `${readoutTitle(matrix, active, shown)}: ${list || "none is shown"}.${matrix.exact ? "" : ` ${ROUNDED_DOWN}`}`;
 }

@@ -1,31 +1,36 @@
-/** One line of text, or one picture, whose words or patches are coloured by the attention on them. */
+/** One line of text and small pictures, whose words and patches are coloured by the attention on them. */
 import {element} from "./dom.js";
-import {tintStrengths} from "./tint.js";
-import {directionOf, shortened} from "./words.js";
+import {pictureStrip} from "./patches.js";
+import {tintStrength} from "./tint.js";
+import {directionOf, nounOf, shortened} from "./words.js";
 
 /** Number of words that a line shows. */
 const LINE_WORDS = 120;
 
 /**
- * Return a line of words, or a picture if the units are patches.
+ * Return a line of words, below small pictures if units are patches.
  *
  * @param units words of the text
- * @param weights attention on each word
- * @param scale {largest, strength}: weight of the strongest colour, and its strength
+ * @param weights attention on each word; words with NaN are left out, and patches with NaN have no colour
+ * @param scales scales of words and of patches, see `scalesOf`
  * @param options {underlined: Set of words, least: weights below which words have no colour, around: word that must be
- *   shown, image: the image of which the units are patches}
+ *   shown}
  */
-export function sentenceLine(units, weights, scale, options = {}) {
-  const {underlined = new Set(), least = null, around = null, image = null} = options;
-  const strengths = tintStrengths(weights, scale);
+export function sentenceLine(units, weights, scales, options = {}) {
+  const {underlined = new Set(), least = null, around = null} = options;
   const tinted = (unit, node) => {
-    if (weights[unit] > (least?.[unit] ?? 0)) node.style.setProperty("--a", strengths[unit].toFixed(3));
+    const strength = tintStrength(weights[unit], scales[nounOf(units, unit)]);
+    if (Math.abs(weights[unit]) > (least?.[unit] ?? 0)) node.style.setProperty("--a", Math.abs(strength).toFixed(3));
+    if (strength < 0) node.classList.add("lower");
     if (underlined.has(unit)) node.classList.add("underlined");
     return node;
   };
-  if (image) return pictureLine(units, image, tinted);
-  const words = wordsOf(units);
-  const centre = words.indexOf(around ?? strongest(words, weights));
+  const isKnown = unit => !Number.isNaN(weights[unit]);
+  const strip = pictureStrip(units, unit => (isKnown(unit) ? tinted(unit, element("span", {class: "word"})) : null));
+  const words = [...units.labels.keys()].filter(unit => !units.special[unit] && !units.patches[unit] && isKnown(unit));
+  if (!words.length && strip) return strip;
+  const strongest = words.reduce((best, unit) => (weights[unit] > weights[best] ? unit : best), words[0]);
+  const centre = words.indexOf(words.includes(around) ? around : strongest);
   const start =
     words.length > LINE_WORDS ? Math.min(Math.max(centre - LINE_WORDS / 2, 0), words.length - LINE_WORDS) : 0;
   const shown = words.slice(start, start + LINE_WORDS);
@@ -36,32 +41,11 @@ export function sentenceLine(units, weights, scale, options = {}) {
     line.append(units.space[unit] && unit !== shown[0] ? " " : "", word);
   }
   if (start + LINE_WORDS < words.length) line.append(" …");
-  return line;
+  return strip ? element("div", {}, strip, line) : line;
 }
 
-/** Return the largest weight of a word that is not special. */
-export function largestWordWeight(units, weights) {
-  return wordsOf(units).reduce((largest, unit) => Math.max(largest, weights[unit]), 0);
-}
-
-function wordsOf(units) {
-  return Array.from({length: units.count}, (_, unit) => unit).filter(unit => !units.special[unit]);
-}
-
-function strongest(words, weights) {
-  return words.reduce((best, unit) => (weights[unit] > weights[best] ? unit : best), words[0]);
-}
-
-/** Return a small picture with its patches as rectangles. */
-function pictureLine(units, image, tinted) {
-  const frame = element("div", {class: "picture-frame"}, element("img", {src: image.source, alt: ""}));
-  frame.style.setProperty("aspect-ratio", `${image.width} / ${image.height}`);
-  for (const unit of wordsOf(units)) {
-    const box = image.boxes[units.first[unit]];
-    if (!box) continue;
-    const patch = tinted(unit, element("span", {class: "word patch"}));
-    ["left", "top", "width", "height"].forEach((name, place) => patch.style.setProperty(name, `${100 * box[place]}%`));
-    frame.append(patch);
-  }
-  return element("div", {class: "picture shows-image"}, frame);
+/** Return the weights of the units that are not special tokens, {units, indices, weights}. */
+export function contentWeights({units, weights}) {
+  const indices = [...units.labels.keys()].filter(unit => !units.special[unit]);
+  return {units, indices, weights: indices.map(unit => weights[unit])};
 }

@@ -74,7 +74,7 @@ function call(listener, ...parameters) {
  * @param opening settings whose defaults are those of this page
  */
 export function createState(hash, writeHash, opening = {}) {
-  const defaults = {...DEFAULTS, ...opening};
+  const defaults = valuesOfHash(String(new URLSearchParams(opening)));
   let values = valuesOfHash(hash, defaults);
   const listeners = [];
   const restoreListeners = [];

@@ -1,7 +1,9 @@
-/** Running text or picture whose words can be tinted, activated, pinned and marked. */
+/** Running text and pictures whose words and patches can be tinted, activated, pinned and marked. */
 import {element} from "./dom.js";
 import {directionOf, shortened, unitName} from "./words.js";
 import {nearestInLine} from "./navigate.js";
+import {neighbourOf, pictureStrip, rectangleBetween, unitsInside} from "./patches.js";
+import {addRegions} from "./region.js";
 
 /** Time without scrolling after which a text counts as scrolled, in milliseconds. */
 const SCROLL_PAUSE = 150;
@@ -21,11 +23,11 @@ const DIRECTION_MARKS = /[\u202a-\u202e\u2066-\u2069]/;
  * The units are options of a list box with one tab stop; arrow keys move between them. All events are handled by the
  * list box, so that long texts stay fast.
  *
- * @param options {side, units, label, multiple, over(unit or null), focused(unit), chosen(unit), scrolled(unit)}: `scrolled`
- *   is called with the first visible unit
+ * @param options {units, label, multiple, over(unit or null), focused(unit), chosen(unit), scrolled(unit), isMarking(),
+ *   marked(units, others)}: `scrolled` is called with the first visible unit. While `isMarking`, a rectangle on a picture
+ *   marks its patches. Shift with the arrow keys changes such a rectangle: `others` are patches that it no longer has.
  */
 export function createText({
-  side,
   units,
   label,
   multiple = false,
@@ -33,21 +35,27 @@ export function createText({
   focused = () => {},
   chosen = () => {},
   scrolled = () => {},
+  isMarking = () => false,
+  marked = () => {},
 }) {
   const words = units.labels.map((_, unit) => wordElement(units, unit));
   const root = element("div", {
-    class: side.image ? "picture" : "text",
+    class: "side-words",
     role: "listbox",
     "aria-label": label,
     "aria-multiselectable": multiple ? "true" : null,
     "aria-orientation": "horizontal",
   });
-  if (side.image) fillPicture(root, side.image, units, words);
-  else fillText(root, units, words);
+  const text = element("div", {class: "text"});
+  const hasNames = units.pictures.length > 1 || units.noun !== "patch";
+  const strip = pictureStrip(units, unit => patchElement(units, unit, words[unit]), hasNames);
+  fillText(text, units, words);
+  root.append(...(strip ? [strip] : []), text);
   if (words.length) words[0].tabIndex = 0;
   let stop = 0;
   let tinted = [];
   let pointed = null;
+  let region = null;
 
   const unitAt = target => {
     const word = target.closest?.(".word");
@@ -59,15 +67,17 @@ export function createText({
   root.addEventListener("pointerover", event => point(unitAt(event.target)));
   root.addEventListener("pointerleave", () => point(null));
   let pause = 0;
-  root.addEventListener("scroll", () => {
+  text.addEventListener("scroll", () => {
     clearTimeout(pause);
     pause = setTimeout(() => {
-      const {top} = root.getBoundingClientRect();
-      const first = words.findIndex(word => word.getBoundingClientRect().bottom > top);
+      const {top} = text.getBoundingClientRect();
+      const first = words.findIndex((word, unit) => !units.patches[unit] && word.getBoundingClientRect().bottom > top);
       if (first >= 0) scrolled(first);
     }, SCROLL_PAUSE);
   });
+  if (strip) addRegions(strip, isMarking, (picture, rectangle) => marked(unitsInside(units, picture, rectangle), []));
   root.addEventListener("click", event => {
+    region = null;
     const unit = unitAt(event.target);
     if (unit !== null) {
       rove(unit);
@@ -76,7 +86,9 @@ export function createText({
   });
   root.addEventListener("focusin", event => {
     const unit = unitAt(event.target);
-    if (unit !== null && event.target.matches(":focus-visible")) focused(unit);
+    if (unit === null) return;
+    rove(unit);
+    if (event.target.matches(":focus-visible")) focused(unit);
   });
   root.addEventListener("keydown", event => {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
@@ -90,16 +102,38 @@ export function createText({
     if (next === undefined) return;
     event.preventDefault();
     if (!words[next]) return;
-    rove(next);
+    const from = stop;
     words[next].focus();
+    extend(from, event.shiftKey && isMarking() ? next : null);
   });
 
+  /** Return the unit to which a key moves: the next patch of the picture, or the next word, if there is one. */
   function nextUnit(key) {
+    const neighbour = neighbourOf(units, stop, key);
+    if (neighbour !== undefined) return neighbour;
     if (key === "ArrowDown" || key === "ArrowUp") {
-      const word = nearestInLine(words, stop, key === "ArrowDown");
+      const all = [...root.querySelectorAll(".word")];
+      const word = nearestInLine(all, all.indexOf(words[stop]), key === "ArrowDown");
       return word ? Number(word.dataset.unit) : -1;
     }
-    return {ArrowRight: stop + 1, ArrowLeft: stop - 1, Home: 0, End: words.length - 1}[key];
+    const step = {ArrowRight: 1, ArrowLeft: -1}[key];
+    if (!step) return {Home: 0, End: words.length - 1}[key];
+    let next = stop + step;
+    if (!units.patches[stop]) while (units.patches[next]) next += step;
+    return words[next] ? next : stop + step;
+  }
+
+  /** Mark the rectangle from the patch at which Shift was pressed to another patch. */
+  function extend(before, unit) {
+    const picture = units.patches[before]?.[0];
+    if (unit === null || picture === undefined || units.patches[unit]?.[0] !== picture) {
+      region = null;
+      return;
+    }
+    const from = region?.from ?? before;
+    const inside = unitsInside(units, picture, rectangleBetween(units.patches[from], units.patches[unit]));
+    marked(inside, (region?.inside ?? []).filter(other => !inside.includes(other)));
+    region = {from, inside};
   }
 
   function rove(unit) {
@@ -132,11 +166,13 @@ export function createText({
         if (!flagged.has(Number(word.dataset.unit))) word.classList.remove(name);
       for (const unit of flagged) words[unit]?.classList.add(name);
     },
-    /** Scroll the text so that a unit is visible, without moving the page. */
+    /** Scroll the text or the pictures so that a unit is visible, without moving the page. */
     reveal(unit) {
       const box = words[unit].getBoundingClientRect();
-      const frame = root.getBoundingClientRect();
-      if (box.top < frame.top || box.bottom > frame.bottom) root.scrollTop += box.top - frame.top - frame.height / 3;
+      const scroller = units.patches[unit] ? strip : text;
+      const frame = scroller.getBoundingClientRect();
+      if (box.top < frame.top || box.bottom > frame.bottom) scroller.scrollTop += box.top - frame.top - frame.height / 3;
+      if (box.left < frame.left || box.right > frame.right) scroller.scrollLeft += box.left - frame.left - frame.width / 3;
     },
     /** Set which units are selected for assistive technology. */
     select(selected) {
@@ -169,40 +205,33 @@ function wordElement(units, unit) {
   );
 }
 
-/** Fill the root with words. Each line of the text has the direction of its words. */
+/** Return the element of a patch, which has its name as a label instead of a text. */
+function patchElement(units, unit, word) {
+  word.textContent = "";
+  word.setAttribute("aria-label", unitName(units, unit));
+  return word;
+}
+
+/** Fill the root with words. Each line of the text has the direction of its words. Patches are named by their picture. */
 function fillText(root, units, words) {
+  const isMixed = units.noun === "word or patch";
   let first = 0;
+  let named = null;
   for (let unit = 1; unit <= words.length; unit++) {
     if (unit < words.length && !units.lineBreak[unit]) continue;
-    const line = element("div", {dir: directionOf(units.labels.slice(first, unit).filter((_, at) => !units.special[first + at]))});
+    const isWord = (_, at) => !units.special[first + at] && !units.patches[first + at];
+    const line = element("div", {dir: directionOf(units.labels.slice(first, unit).filter(isWord))});
     for (; first < unit; first++) {
+      const picture = units.patches[first]?.[0] ?? null;
+      if (picture !== null) {
+        if (isMixed && picture !== named) line.append(" ", element("span", {class: "soft"}, `[${units.pictures[picture].name}]`), " ");
+        named = picture;
+        continue;
+      }
+      if (!units.special[first]) named = null;
       const isApart = units.space[first] || units.special[first] || units.special[first - 1];
       line.append(isApart && line.firstChild ? " " : "", words[first]);
     }
-    root.append(line);
+    if (line.firstChild) root.append(line);
   }
-}
-
-/** Fill the root with a picture, its patches as rectangles, and tokens that stand for no patch below it. */
-function fillPicture(root, image, units, words) {
-  const frame = element(
-    "div",
-    {class: "picture-frame"},
-    element("img", {src: image.source, alt: "", width: image.width, height: image.height}),
-  );
-  frame.style.setProperty("aspect-ratio", `${image.width} / ${image.height}`);
-  const others = element("div", {class: "picture-tokens"});
-  words.forEach((word, unit) => {
-    const box = image.boxes[units.first[unit]];
-    if (!box) {
-      others.append(word, " ");
-      return;
-    }
-    word.classList.add("patch");
-    word.textContent = "";
-    word.setAttribute("aria-label", unitName(units, unit));
-    ["left", "top", "width", "height"].forEach((name, place) => word.style.setProperty(name, `${100 * box[place]}%`));
-    frame.append(word);
-  });
-  root.append(frame, others);
 }

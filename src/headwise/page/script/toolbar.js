@@ -42,7 +42,7 @@ export function createToolbar(app) {
         : null,
       page.passages.length ? isSwitch("first", "hide the first token") : null,
       has(side => side.generated !== null) ? isSwitch("generated", "only rows of generated words") : null,
-      has(side => side.image) ? opacityField(state) : null,
+      has(side => side.pictures.length) ? opacityField(state) : null,
       element("span", {class: "spring"}),
       selectField(
         "Theme",

@@ -5,8 +5,8 @@ import {drawTiles} from "./thumbnail.js";
 import {roleBadge} from "./cells.js";
 import {kindTitle} from "./kinds.js";
 import {meanAttention} from "./meanattention.js";
-import {largestWordWeight, sentenceLine} from "./sentence.js";
-import {strengthOfLargest, tintScale} from "./tint.js";
+import {contentWeights, sentenceLine} from "./sentence.js";
+import {scalesOf, tintLegend} from "./tint.js";
 import {quotedName, unitName} from "./words.js";
 
 /** Text of the buttons that add the chosen head to the comparison. */
@@ -75,11 +75,14 @@ export function createTray(app) {
     const entries = state.get("tray").filter(entry => members(page, entry).heads.length);
     const shown = await Promise.all(entries.map((entry, place) => lineOf(app, entry, place)));
     if (job !== started) return;
-    const scale = scaleOf(shown);
+    const means = shown.map(line => line.mean).filter(Boolean);
+    // All lines have the same scale, so that their colours can be compared.
+    const scales = scalesOf(means.map(contentWeights), Math.min(...means.map(({least}) => least[least.length - 1])));
     byId("tray-empty").hidden = entries.length > 0;
-    byId("tray-legend").className = shown.some(line => line.mean?.image) ? "shows-image" : "";
-    byId("tray-legend").replaceChildren(scale ? tintScale(scale, legendText(page, shown)) : "");
-    lines.replaceChildren(...shown.map(line => trayItem(app, line, scale)));
+    byId("tray-legend").replaceChildren(
+      ...(means.length ? tintLegend(scales, means[0].units, legendText(page, means[0])) : []),
+    );
+    lines.replaceChildren(...shown.map(line => trayItem(app, line, scales)));
   }
 
   state.on(["tray", "passage", "pin", "words", "special", "first", "generated"], show);
@@ -88,8 +91,7 @@ export function createTray(app) {
 }
 
 /** Return what the colours of the lines mean. */
-function legendText({say}, lines) {
-  const {active} = lines.find(line => line.mean).mean;
+function legendText({say}, {active}) {
   if (!active) return say("mean attention from all words");
   return `attention ${active.axis === "key" ? "to" : "from"} ${quotedName(active.units, active.unit)}`;
 }
@@ -123,15 +125,7 @@ async function lineOf(app, entry, place) {
   return {entry, place, model, heads, layer, called, mean, picture};
 }
 
-/** Return the scale of all lines, so that their colours can be compared. */
-function scaleOf(lines) {
-  const means = lines.map(line => line.mean).filter(Boolean);
-  if (!means.length) return null;
-  const largest = Math.max(...means.map(({units, weights}) => largestWordWeight(units, weights)));
-  return {largest, strength: strengthOfLargest(largest, Math.min(...means.map(({least}) => least[least.length - 1])))};
-}
-
-function trayItem(app, {entry, place, model, heads, layer, called, mean, picture}, scale) {
+function trayItem(app, {entry, place, model, heads, layer, called, mean, picture}, scales) {
   const {page, state} = app;
   const prefix = page.models.length === 2 ? `${"AB"[model]} ` : "";
   const isHead = layer === null;
@@ -172,7 +166,7 @@ function trayItem(app, {entry, place, model, heads, layer, called, mean, picture
     element(
       "div",
       {},
-      sentenceLine(mean.units, mean.weights, scale, mean),
+      sentenceLine(mean.units, mean.weights, scales, mean),
       element("p", {class: "soft"}, summaryOf(mean, page.say)),
     ),
     element("div", {class: "tray-end"}, picture, remove),

@@ -1,4 +1,5 @@
-/** Units of a text: its words, or its tokens when word pieces are not merged. */
+/** Units of a text: its words, or its tokens when word pieces are not merged. Patches of pictures are units, too. */
+import {shownPatches} from "./patches.js";
 
 const PUNCTUATION = /^[\p{P}\p{Z}\p{C}\p{Sm}\p{Sc}\p{Sk}]*$/u;
 
@@ -68,17 +69,26 @@ export function shortened(text, limit = 32) {
  * Return the units of a side.
  *
  * Unit u covers the tokens first[u] <= t < first[u + 1], and token t belongs to unit of[t]. Each unit has a label, and
- * flags: special, punctuation, generated, space (white space before it) and lineBreak (a line break before it). `noun` is
- * the name of a unit: "word", or "patch" for an image.
+ * flags: special, punctuation, generated, space (white space before it) and lineBreak (a line break before it). Units of
+ * a picture have a patch, other units null. `noun` is the name of a unit, "word", "patch" or "word or patch"; `nouns` is
+ * its plural. Special tokens do not count for it.
  */
 export function unitsOf(side, merged) {
-  const labels = (merged ? side.words : side.tokens).map(label =>
-    side.image ? label.replace(PATCH, "row $1, column $2") : label,
-  );
   const of = merged ? Int32Array.from(side.wordOf) : Int32Array.from(side.tokens, (_, token) => token);
-  const count = labels.length;
+  const texts = merged ? side.words : side.tokens;
+  const count = texts.length;
   const first = new Int32Array(count + 1).fill(side.tokens.length);
   for (let token = of.length - 1; token >= 0; token--) first[of[token]] = token;
+  const shown = shownPatches(side);
+  const patches = texts.map((_, unit) => shown[first[unit]] ?? null);
+  const labels = texts.map((text, unit) => {
+    const [, row, column] = (patches[unit] && PATCH.exec(text)) ?? [];
+    if (!row) return text;
+    const {length} = side.pictures;
+    return length > 1 ? `${side.pictures[patches[unit][0]].name} (${row}, ${column})` : `row ${row}, column ${column}`;
+  });
+  const has = isPatch => patches.some((patch, unit) => Boolean(patch) === isPatch && !side.special[first[unit]]);
+  const noun = !has(true) ? "word" : has(false) ? "word or patch" : "patch";
   const flags = test => Uint8Array.from(labels, (label, unit) => Number(test(label, unit)));
   const breaks = new Set(side.break);
   const times = new Map();
@@ -89,7 +99,10 @@ export function unitsOf(side, merged) {
     of,
     first,
     merged,
-    noun: side.image ? "patch" : "word",
+    noun,
+    nouns: {word: "words", patch: "patches", "word or patch": "words and patches"}[noun],
+    pictures: side.pictures,
+    patches,
     special: flags((_, unit) => side.special[first[unit]]),
     punctuation: flags(label => PUNCTUATION.test(label.slice(0, 200))),
     generated: flags((_, unit) => side.generated !== null && first[unit] >= side.generated),
@@ -97,6 +110,11 @@ export function unitsOf(side, merged) {
     lineBreak: flags((_, unit) => breaks.has(first[unit])),
     repeated: flags(label => times.get(label) > 1),
   };
+}
+
+/** Return "patch" for a patch of a picture, and "word" for another unit. */
+export function nounOf({patches}, unit) {
+  return patches[unit] ? "patch" : "word";
 }
 
 /** Return the label of a unit, with its position counted from 1 if the label occurs more than once, for copied text. */
