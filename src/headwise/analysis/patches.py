@@ -1,7 +1,7 @@
 """Patches of pictures: the part of which picture each token of a model stands for.
 
-A processor resizes, crops, pads and cuts pictures in its own way. Where each number of its output lies in the pictures is
-read off the processor's output for pictures whose colours are their coordinates.
+A processor resizes, crops, pads and cuts pictures in its own way. Where each number of its output lies in the pictures
+is read off the processor's output for pictures whose colours are their coordinates.
 """
 
 import base64
@@ -28,7 +28,8 @@ WHOLE = 0.9
 """Share of the width and of the height of a picture from which on a token counts as one of the whole picture."""
 
 LARGEST_OVERLAP = 0.1
-"""Share of the smaller of two parts of a picture that may overlap with the other part if both are shown in one picture."""
+"""Share of the smaller of two parts of a picture that may overlap with the other part if both are shown in one
+picture."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,8 @@ class ElementPlaces:
 
     Attributes:
         picture: index of the picture that each element is computed from; -1 for padding.
-        x, y: distance of the element from the left and from the top of the picture, as fractions of its width and height.
+        x, y: distance of the element from the left and from the top of the picture, as fractions of its width and
+            height.
         part: number of the part (such as a tile) that the processor cut from the pictures.
     """
 
@@ -53,9 +55,9 @@ def element_places(
     """Return where the elements of each floating-point output of a processor lie in the pictures, by the output's name.
 
     The processor reads pictures with two constant colour channels, 0 and 255, and one channel that grows from 0 to 255
-    from left to right, or from top to bottom. Each channel grows once. Of the three values of an element, the middle one
-    divided by the range of the three is its place, whatever the normalisation. An element whose values are all equal is
-    padding.
+    from left to right, or from top to bottom. Each channel grows once. Of the three values of an element, the middle
+    one divided by the range of the three is its place, whatever the normalisation. An element whose values are all
+    equal is padding.
 
     Args:
         process: function from pictures to the outputs of the processor.
@@ -102,6 +104,21 @@ def element_places(
     return places
 
 
+def pixel_places(pixels: Float[Tensor, "1 channels height width"]) -> tuple[ElementPlaces, Any]:
+    """Return where the elements of pixel values lie in the picture that they are, and this picture as `PIL.Image`. The
+    smallest value becomes black, and the largest one white.
+    """
+    image = require("PIL.Image", purpose="showing an image", extra="plot")
+    values = pixels[0].detach().float().cpu()
+    y, x = ((torch.arange(size, dtype=torch.float64) + 0.5) / size for size in values.shape[1:])
+    y, x = (each.expand(values.shape).flatten() for each in (y[:, None], x))
+    nothing = torch.zeros(values.numel(), dtype=torch.long)
+    values = (values - values.min()) / (values.max() - values.min()).clamp(min=1e-12)
+    values = values.expand(3, -1, -1) if len(values) == 1 else values[:3]
+    integers = (values * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+    return ElementPlaces(nothing, x, y, nothing), image.fromarray(integers.numpy())
+
+
 def _parts_of(shape: torch.Size) -> Int[Tensor, " elements"]:
     """Return the number of the part of each element of an input: the index in the axes before the last three, which are
     channels, height and width.
@@ -111,8 +128,8 @@ def _parts_of(shape: torch.Size) -> Int[Tensor, " elements"]:
 
 
 class ShownPicture(NamedTuple):
-    """Picture that a view shows: the index of a picture that the model reads, and the number of parts, such as tiles, that
-    are shown in it. A picture that the model reads as a whole and in parts is shown twice.
+    """Picture that a view shows: the index of a picture that the model reads, and the number of parts, such as tiles,
+    that are shown in it. A picture that the model reads as a whole and in parts is shown twice.
     """
 
     picture: int
@@ -122,11 +139,11 @@ class ShownPicture(NamedTuple):
 def patches_of(
     stream: TokenStream, places: Mapping[str, ElementPlaces]
 ) -> tuple[list[ShownPicture], list[Patch | None]]:
-    """Return the pictures to show for the tokens of a stream, and the patch of each token; None for a token that stands for
-    no part of a picture, or for the whole of it.
+    """Return the pictures to show for the tokens of a stream, and the patch of each token; None for a token that stands
+    for no part of a picture, or for the whole of it.
 
-    A patch is the rectangle with the centre and the variance of the elements on which the token depends. The places of n
-    elements at distances d have the variance (n^2 - 1) d^2 / 12, and fill the width n d.
+    A patch is the rectangle with the centre and the variance of the elements on which the token depends. The places of
+    n elements at distances d have the variance (n^2 - 1) d^2 / 12, and fill the width n d.
     """
     columns: list[tuple[Tensor, ...]] = []
     parts_before = 0
@@ -173,8 +190,8 @@ def _spacing(places: Float[Tensor, " elements"], picture: Int[Tensor, " elements
 
 
 def _shown_pictures(boxes: Sequence[tuple[int, int, Patch]]) -> tuple[dict[int, int], list[ShownPicture]]:
-    """Return the index of the shown picture of each part, and the shown pictures. `boxes` are a picture, a part of it and a
-    patch. Parts of a picture that overlap are shown in different pictures.
+    """Return the index of the shown picture of each part, and the shown pictures. `boxes` are a picture, a part of it
+    and a patch. Parts of a picture that overlap are shown in different pictures.
     """
     parts: dict[tuple[int, int], tuple[float, float, float, float]] = {}
     for picture, part, patch in boxes:

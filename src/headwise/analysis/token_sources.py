@@ -1,10 +1,10 @@
 """Sources of the tokens at every attention call of a model: parts of a picture or sound, or token ids.
 
-The sources are derived from gradients. While the outputs of all heads are zero, tokens exchange nothing, at any depth of
-the model. A token then depends only on what it stands for: on the pixels of its patch, or on one token id.
+The sources are derived from gradients. While the outputs of all heads are zero, tokens exchange nothing, at any depth
+of the model. A token then depends only on what it stands for: on the pixels of its patch, or on one token id.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headwise.data.tokenization import input_embeddings
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, Interceptor, SiteKey
@@ -29,6 +30,9 @@ STRIDES = (1, 3, 7, 13, 31, 61, 127)
 """Distances between the tokens of one row of `TokenStream.tokens_of`. One of them separates the tokens of most grids
 whose parts of the input overlap.
 """
+
+IDS = "input_ids"
+"""End of the names of the arguments of `transformers` models that are token ids."""
 
 TESTS = 8
 """Number of random changes of the input by which tokens at different attention calls are compared."""
@@ -89,24 +93,28 @@ class TokenSources:
     unknown: Mapping[Place, str]
 
 
-def token_sources(model: nn.Module, inputs: Mapping[str, Any], names: Sequence[str]) -> TokenSources:
+def token_sources(
+    model: nn.Module, inputs: Mapping[str, Any], parts: Mapping[str, Bool[Tensor, " elements"]]
+) -> TokenSources:
     """Return the elements of the inputs of a model on which each token depends, at every attention call.
 
     All heads are switched off (their outputs are zeros), so that tokens exchange nothing. The tokens of two attention
     calls belong to the same stream if they change together under random changes of the inputs. For each stream, the
-    gradients of the tokens state on which elements of the input they depend. Both must agree.
+    gradients of the tokens state on which elements of the input they depend. Where both do not agree, the sources are
+    unknown.
 
     Args:
         model: a model in evaluation mode.
         inputs: the arguments with which the model is called, with a batch of one prompt.
-        names: names of the floating-point inputs, such as "pixel_values". Token ids are found by their embeddings.
+        parts: for floating-point inputs by name, such as "pixel_values", the elements that come from pictures. Other
+            elements, such as padding, are not changed. Token ids are found by their embeddings.
 
     Raises:
         InputError: the tokens depend on the inputs in another way in each call, as in a model that masks at random; the
             gradients contradict the changes.
     """
     generator = torch.Generator().manual_seed(0)
-    runs = _Runs(model, inputs, names)
+    runs = _Runs(model, inputs, parts)
     before, again = runs.features(), runs.features()
     if any(_changed(one, other).any() for side in before for one, other in [(before[side], again[side])]):
         got = "other tokens in a second call, as of a model that masks patches at random"
@@ -118,21 +126,23 @@ def token_sources(model: nn.Module, inputs: Mapping[str, Any], names: Sequence[s
     }
     streams: list[TokenStream] = []
     first_of: list[tuple[Place, bool]] = []
+    contradicted: set[int] = set()
     calls: dict[Place, list[CallTokens]] = {}
     for (place, is_key), signature in signatures.items():
-        for number, first in enumerate(first_of):
-            if torch.equal(signatures[first], signature):
-                break
-        else:
-            number = len(streams)
+        alike = [number for number, first in enumerate(first_of) if torch.equal(signatures[first], signature)]
+        number = alike[0] if alike else len(streams)
+        if not alike:
             first_of.append((place, is_key))
             streams.append(runs.stream(place, is_key, generator))
             predicted = torch.stack([_predicted(streams[-1], subsets) for subsets in tests])
             if not torch.equal(predicted, signature):
-                got = f"gradients that contradict changes of the input in {place.site.label}"
-                raise InputError("model", expected="tokens whose sources can be derived", got=got)
+                contradicted.add(number)
+        if number in contradicted:
+            runs.unknown[place] = f"the sources of the tokens in {place.site.label}"
+            continue
         calls.setdefault(place, []).append(CallTokens(number, runs.rows[place, is_key]))
-    return TokenSources(tuple(streams), {place: (sides[0], sides[-1]) for place, sides in calls.items()}, runs.unknown)
+    known = {place: (sides[0], sides[-1]) for place, sides in calls.items() if place not in runs.unknown}
+    return TokenSources(tuple(streams), known, runs.unknown)
 
 
 def _changed(
@@ -179,8 +189,8 @@ class _Runs:
         unknown: for attention calls whose tokens are unknown, the reason.
     """
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], names: Sequence[str]) -> None:
-        self._model, self._inputs, self._names = model, inputs, names
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], parts: Mapping[str, Tensor]) -> None:
+        self._model, self._inputs, self._parts = model, inputs, parts
         self.rows: dict[tuple[Place, bool], Tensor] = {}
         self.unknown: dict[Place, str] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -209,9 +219,10 @@ class _Runs:
         def media(name: str, values: Tensor) -> Tensor:
             if subsets is None:
                 return values
-            subset = subsets[name].view(values.shape if name in self._names else values.shape[:-1])
+            subset = subsets[name].to(values.device)
+            subset = subset.view(values.shape) if name in self._parts else subset.view(*values.shape[:-1], 1)
             noise = torch.randn(values.shape, generator=generator).to(values) * max(CONTRASTS) * values.std()
-            return torch.where((subset if name in self._names else subset[..., None]).to(values.device), noise, values)
+            return torch.where(subset, noise, values)
 
         with torch.no_grad():
             self._run(on_call, media)
@@ -221,7 +232,7 @@ class _Runs:
         """Return for each input a random part of its elements: a rectangle of a picture, or some of the token ids."""
         subsets = {}
         for name, shape in self._shapes.items():
-            if name not in self._names:
+            if name not in self._parts:
                 subsets[name] = torch.rand(prod(shape), generator=generator) < 0.5
                 continue
             subset = torch.ones(shape, dtype=torch.bool)
@@ -231,7 +242,7 @@ class _Runs:
                 start = int(torch.randint(size, (), generator=generator)) - int(size * share / 2)
                 inside = (torch.arange(size) >= start) & (torch.arange(size) < start + size * share)
                 subset &= inside.view([-1 if other == axis else 1 for other in range(len(shape))])
-            subsets[name] = subset.flatten()
+            subsets[name] = subset.flatten() & self._parts[name]
         return subsets
 
     def stream(self, place: Place, is_key: bool, generator: torch.Generator) -> TokenStream:
@@ -239,46 +250,57 @@ class _Runs:
         depend. A token depends on an element if its gradient is not zero, on the given input or on random ones, for
         which units that are off on the given input are on.
         """
-        noise = {name: torch.randn(self._inputs[name].shape, generator=generator) for name in self._names}
+        noise = {name: torch.randn(self._inputs[name].shape, generator=generator) for name in self._parts}
         found: dict[str, Tensor] = {}
+        size = 0
         for scale in (0.0, *(sign * contrast for contrast in CONTRASTS for sign in (1, -1))):
-            leaves: dict[str, Tensor] = {}
+            tokens, leaves = self._tokens_at(place, is_key, {name: scale * each for name, each in noise.items()})
+            size = len(tokens)
+            for name, elements in _tokens_by_element(tokens, leaves, generator).items():
+                is_ids = name not in self._parts  # with one element per token id
+                of_name = elements.unflatten(1, (prod(self._shapes[name]), -1)).amax(-1) if is_ids else elements
+                found[name] = _merged(found[name], of_name) if name in found else of_name
+        return TokenStream(size, found)
 
-            def media(name: str, values: Tensor) -> Tensor:
-                values = (
-                    values.detach().clone() if scale == 0.0 or name not in noise else scale * noise[name].to(values)
-                )
-                leaves[name] = values.requires_grad_()
-                return leaves[name]
+    def _tokens_at(
+        self, place: Place, is_key: bool, noise: Mapping[str, Tensor]
+    ) -> tuple[Float[Tensor, "tokens width"], dict[str, Tensor]]:
+        """Return the tokens of the queries or keys of an attention call, and the inputs and embeddings on which their
+        gradients depend. Parts of the inputs are replaced by `noise`, unless it is zero.
+        """
+        leaves: dict[str, Tensor] = {}
+        reached: list[Tensor] = []
 
-            reached: list[Tensor] = []
+        def media(name: str, values: Tensor) -> Tensor:
+            if name in noise and bool(noise[name].any()):
+                part = self._parts[name].view(values.shape).to(values.device)
+                values = torch.where(part, noise[name].to(values), values)
+            leaves[name] = values.detach().clone().requires_grad_()
+            return leaves[name].clone()  # which the model may change in place
 
-            def on_call(call: Call) -> None:
-                if (call.site, call.index) == place:
-                    sides = _tokens_of_call(call)
-                    assert sides is not None
-                    reached.append(sides[is_key][0])
-                    raise _Reached
+        def on_call(call: Call) -> None:
+            if (call.site, call.index) == place:
+                sides = _tokens_of_call(call)
+                assert sides is not None
+                reached.append(sides[is_key][0])
+                raise _Reached
 
-            with torch.enable_grad():
-                self._run(on_call, media)
-            for name, tokens in _tokens_by_element(reached[0], leaves, generator).items():
-                if name not in self._names:  # one element per token id
-                    tokens = tokens.unflatten(1, (prod(self._shapes[name]), -1)).amax(-1)
-                found[name] = _merged(found[name], tokens) if name in found else tokens
-        return TokenStream(len(reached[0]), found)
+        with torch.enable_grad():
+            self._run(on_call, media)
+        return reached[0], leaves
 
     def _run(self, on_call: Callable[[Call], None], media: Callable[[str, Tensor], Tensor]) -> None:
         """Run the model with all heads switched off. `media` returns the values to use for an input, and for the
         embeddings of token ids.
         """
         inputs = dict(self._inputs)
-        for name in self._names:
+        for name in self._parts:
             self._shapes[name] = inputs[name].shape
             inputs[name] = media(name, inputs[name])
 
         def on_embedding(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-            name = _ids_among(self._inputs, arguments[0] if arguments else None)
+            is_main = module is input_embeddings(self._model)
+            name = _ids_among(self._inputs, arguments[0] if arguments else None, is_main=is_main)
             if name is None or not isinstance(output, Tensor):
                 return output
             self._shapes[name] = output.shape[:-1]
@@ -334,7 +356,8 @@ def _tokens_by_element(
             totals = gradients(is_tested)
             ratios = [gradients(is_tested * (digit + 1) / base) for digit in digits]
             for place, (name, total) in enumerate(zip(named, totals, strict=True)):
-                depends, rank = total != 0, torch.zeros(len(total), dtype=torch.long)
+                # Where contributions cancel, rounding changes the ratio.
+                depends, rank = total.abs() > 1e-4 * _median(total.abs()), torch.zeros(len(total), dtype=torch.long)
                 is_single = depends.clone()
                 for power, of_digit in enumerate(ratios):
                     scaled = of_digit[place] / total.where(depends, torch.ones_like(total)) * base - 1
@@ -348,6 +371,12 @@ def _tokens_by_element(
         if shared <= MOST_SHARED * elements:
             break
     return result
+
+
+def _median(values: Float[Tensor, " elements"]) -> float:
+    """Return the median of the values that are not 0; 0 if all are."""
+    values = values[values > 0]
+    return float(values.median()) if len(values) else 0.0
 
 
 def _merged(one: Int[Tensor, "rows elements"], other: Int[Tensor, "rows elements"]) -> Int[Tensor, "rows elements"]:
@@ -401,17 +430,12 @@ def _tokens_of_call(call: Call) -> list[tuple[Float[Tensor, "tokens width"], Int
     return sides
 
 
-def _ids_among(inputs: Mapping[str, Any], ids: Any) -> str | None:
-    """Return the name of the input that an embedding table reads: the integers that are equal to `ids`, or else those of
-    the same shape of which most are equal. Models replace the ids of image tokens. Return None if there are none.
+def _ids_among(inputs: Mapping[str, Any], ids: Any, *, is_main: bool) -> str | None:
+    """Return the name of the input that an embedding table reads, or None. The ids of the model's main table may differ
+    from the input, since models replace those of pictures.
     """
-    shares = {
-        name: float((value == ids).double().mean())
-        for name, value in inputs.items()
-        if isinstance(ids, Tensor)
-        and isinstance(value, Tensor)
-        and value.shape == ids.shape
-        and not value.is_floating_point()
-    }
-    best = max(shares, key=shares.__getitem__, default=None)
-    return best if best is not None and shares[best] > 0 else None
+    for name, value in inputs.items():
+        is_like = isinstance(ids, Tensor) and isinstance(value, Tensor) and value.shape == ids.shape
+        if name.endswith(IDS) and is_like and (torch.equal(value, ids) or (is_main and name == IDS)):
+            return name
+    return None
