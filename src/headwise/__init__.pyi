@@ -64,7 +64,6 @@ from headwise.analysis.redundancy.redundancy import Redundancy as Redundancy
 from headwise.analysis.redundancy.redundancy import redundancy as redundancy
 from headwise.analysis.view import view as view
 from headwise.analysis.view import view_examples as view_examples
-from headwise.analysis.view_image import view_image as view_image
 from headwise.analysis.view_result import Focus as Focus
 from headwise.analysis.view_result import View as View
 from headwise.analysis.view_result import ViewSet as ViewSet

@@ -1,5 +1,7 @@
 """The package's exceptions, and the import of optional packages."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -76,3 +78,17 @@ def require(package: str, *, purpose: str, extra: str) -> Any:
         if (error.name or "").partition(".")[0] != root:  # the package is there, and misses another one
             raise
         raise MissingExtra(root, extra=extra, purpose=purpose) from error
+
+
+@contextmanager
+def errors_of(argument: str, *, expected: str) -> Iterator[None]:
+    """Replace errors that other libraries raise in the context by an `InputError`. It names the argument `argument` and
+    what was `expected`, and quotes the first 200 characters of the original message.
+    """
+    try:
+        yield
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        got = f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
+        raise InputError(argument, expected=expected, got=got) from error

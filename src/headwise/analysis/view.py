@@ -6,14 +6,15 @@ its statistics, the strongest keys of each word and token, and pictures of bound
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
+from headwise.analysis.token_sources import CallTokens, Place
+from headwise.analysis.view_pictures import picture_prompt, viewed_texts, with_generated
 from headwise.analysis.view_result import View, ViewedText, ViewSet
 from headwise.analysis.viewer import DISAGREEMENT, Viewer
 from headwise.checks import flag, require_module, whole_number
@@ -28,7 +29,7 @@ from headwise.data.tokenization import (
     require_text,
     text_model,
 )
-from headwise.errors import HeadwiseError, InputError
+from headwise.errors import InputError, errors_of
 from headwise.intercept.install import intercepted
 from headwise.intercept.layer_index import innermost_attention_modules
 from headwise.intercept.model_name import model_name
@@ -43,9 +44,10 @@ KEPT_TOKENS = 256
 @overload
 def view(
     model: nn.Module,
-    tokenizer: Any,
-    text: str,
+    processor: Any,
+    text: str | None = ...,
     *,
+    images: Any = ...,
     target: str | None = ...,
     generate: int = ...,
     title: str | None = ...,
@@ -58,9 +60,10 @@ def view(
 @overload
 def view(
     model: nn.Module,
-    tokenizer: Any,
+    processor: Any,
     text: Sequence[str],
     *,
+    images: Sequence[Any] | None = ...,
     target: Sequence[str] | None = ...,
     generate: int = ...,
     title: str | None = ...,
@@ -72,9 +75,10 @@ def view(
 
 def view(
     model: nn.Module,
-    tokenizer: Any,
-    text: str | Sequence[str],
+    processor: Any,
+    text: str | Sequence[str] | None = None,
     *,
+    images: Any = None,
     target: str | Sequence[str] | None = None,
     generate: int = 0,
     title: str | None = None,
@@ -82,16 +86,24 @@ def view(
     keep_all: int = KEPT_TOKENS,
     progress: bool = False,
 ) -> View | ViewSet:
-    """Run a model on one text, and return the attention of each head: its statistics, its role (a name for what it
-    attends to), and the strongest links (largest attention weights) between words. For a list of texts, return a
-    `ViewSet` with one such view per text.
+    """Run a model on one text, on pictures or on a prompt with both, and return the attention of each head: its
+    statistics, its role (a name for what it attends to), and the strongest links (largest attention weights) between
+    words. For a list of texts, return a `ViewSet` with one such view per text.
+
+    The part of a picture that each token stands for is derived. With the outputs of all heads set to zero, each token
+    depends only on the pixels of its own patch. A token that stands for no part of a picture and for no word, such as a
+    class token, is a special token.
 
     Args:
-        model: any model that `watch` can intercept and that reads token ids, in evaluation mode: of `transformers`, or
-            a module that takes token ids `(1, tokens)`. Of an encoder-decoder, the encoder is viewed unless there is a
-            target or generated text.
-        tokenizer: its tokenizer, of `transformers`.
-        text: one text, which is not split, or a list of texts.
+        model: any model that `watch` can intercept, in evaluation mode: of `transformers`, or a module that takes token
+            ids `(1, tokens)` or pixels `(1, channels, height, width)`. Of an encoder-decoder without pictures, the
+            encoder is viewed unless there is a target or generated text.
+        processor: its tokenizer or, with pictures, its processor, of `transformers`. None if `images` is a tensor.
+        text: one text, which is not split, or a list of texts. None for a model that reads pictures alone. With
+            pictures, a text without the model's token for a picture, such as `<image>`, becomes the message of a user
+            by the processor's chat template.
+        images: one picture or a list, as `PIL.Image` or paths of files; for a list of texts, one picture or a list of
+            pictures per text. Without a processor, pixel values.
         target: text that the decoder of an encoder-decoder reads, one per text.
         generate: number of tokens that the model continues the text with (of an encoder-decoder: that it generates
             from the text), without sampling and beams, but with penalties that its generation config may have. They are
@@ -103,17 +115,20 @@ def view(
         progress: show a progress bar on standard error, on a terminal, while the model runs.
 
     Raises:
-        InputError: the text is empty or too long; no self-attention over the tokens of the text was intercepted; the
-            output of a head is not the product of its weights and values; the model cannot generate text.
+        InputError: the text is empty or too long; a picture cannot be read; no token stands for a part of a picture; no
+            self-attention over the tokens was intercepted; the output of a head is not the product of its weights and
+            values; the model cannot generate text.
+        MissingExtra: Pillow, which reads pictures, is not installed.
 
     Warns:
         UserWarning: of modules that ran and are called attention, but whose attention was not intercepted, and of
-            attention over something else than the tokens of the text, which the view leaves out.
+            attention over something else than the tokens of the text and pictures, which the view leaves out.
 
     Example:
         >>> model, tokenizer = headwise.load("minilm")  # doctest: +SKIP
         >>> headwise.view(model, tokenizer, "Coffee or tea?").head(0, 2).role.name  # doctest: +SKIP
         'previous token'
+        >>> headwise.view(model, processor, "What is left of the cup?", images="cups.png")  # doctest: +SKIP
     """
     if isinstance(model, nn.Module) and model.training:
         raise InputError("model", expected="a model in evaluation mode", got="training", remedy="call model.eval()")
@@ -122,9 +137,14 @@ def view(
     flag("progress", progress)
     if generate and target is not None:
         raise InputError("generate", expected="0 with a target, which the decoder reads instead", got=generate)
+    name = model_name(model) if title is None and isinstance(model, nn.Module) else str(title)
+    shown = {"title": name, "keep_all": keep_all, "progress": progress}
 
-    def view_one(text: Any, target: Any) -> View:
-        """Return the attention of each head on one text."""
+    def view_one(text: Any, pictures: Any, target: Any) -> View:
+        """Return the attention of each head on one text, with its pictures."""
+        if pictures is not None:
+            return _view_pictures(model, processor, text, pictures, target, generate, shown)
+        tokenizer = getattr(processor, "tokenizer", processor)
         reader = text_model(model) if hasattr(model, "config") or not isinstance(model, nn.Module) else model
         encoded = encode_text(reader, tokenizer, text, truncate)
         ids = encoded.inputs["input_ids"]
@@ -135,25 +155,44 @@ def view(
         if target is not None or generate:
             reader = model
             if target is None:
-                decoded, logits = _generated_text(model, tokenizer, encoded, inputs, generate)
+                decoded, inputs, logits = _generated_text(model, tokenizer, encoded, inputs, generate)
             else:
                 decoded = _target_text(model, tokenizer, target)
-            assert decoded.ids is not None
-            if is_encoder_decoder(model):
-                inputs, texts = {**inputs, "decoder_input_ids": decoded.ids}, [replace(seen, name="source"), decoded]
-            else:
-                inputs, texts = {"input_ids": decoded.ids, "attention_mask": torch.ones_like(decoded.ids)}, [decoded]
-        name = model_name(model) if title is None else title
-        return view_of(reader, texts, inputs, title=name, keep_all=keep_all, logits=logits, progress=progress)
+                inputs = {**inputs, "decoder_input_ids": _ids_of(decoded)}
+            texts = [replace(seen, name="source"), decoded] if is_encoder_decoder(model) else [decoded]
+        return view_of(reader, texts, inputs, logits=logits, **shown)
 
-    if isinstance(text, str) or not isinstance(text, Sequence):
-        return view_one(text, target)
+    if isinstance(text, str) or text is None or not isinstance(text, Sequence):
+        return view_one(text, images, target)
     if not text:
         raise InputError("text", expected="a text, or a list of at least one text", got="an empty list")
-    targets: Sequence[Any] = [None] * len(text) if target is None else target
-    if isinstance(targets, str) or len(targets) != len(text):
-        raise InputError("target", expected=f"a list of {len(text)} texts, one per text", got=repr(target))
-    return ViewSet(tuple(view_one(each, of_text) for each, of_text in zip(text, targets, strict=True)))
+    of_texts = {}
+    for argument, given in (("images", images), ("target", target)):
+        of_texts[argument] = [None] * len(text) if given is None else given
+        if isinstance(given, str) or len(of_texts[argument]) != len(text):
+            expected = f"a list of {len(text)} {'texts' if argument == 'target' else argument}, one per text"
+            raise InputError(argument, expected=expected, got=repr(given))
+    return ViewSet(tuple(view_one(*each) for each in zip(text, *of_texts.values(), strict=True)))
+
+
+def _view_pictures(
+    model: nn.Module, processor: Any, text: str | None, images: Any, target: Any, generate: int, shown: dict[str, Any]
+) -> View:
+    """Return the attention of each head on a prompt with pictures; `shown` are the last arguments of `view_of`."""
+    require_module(model)
+    tokenizer = None if processor is None else getattr(processor, "tokenizer", None)
+    prompt = picture_prompt(model, processor, text, images)
+    inputs, logits = prompt.inputs, None
+    if generate:
+        inputs, logits = with_generated(model, inputs, generate, tokenizer)
+    elif target is not None:
+        inputs = {**inputs, "decoder_input_ids": _ids_of(_target_text(model, tokenizer, target))}
+    elif is_encoder_decoder(model) and "decoder_input_ids" not in inputs:
+        start = getattr(model.config, "decoder_start_token_id", None)
+        if start is not None:
+            inputs = {**inputs, "decoder_input_ids": torch.tensor([[start]], device=device_of(model))}
+    texts, calls = viewed_texts(model, prompt, inputs, tokenizer, 0 if logits is None else len(logits))
+    return view_of(model, texts, inputs, logits=logits, calls=calls, **shown)
 
 
 def view_of(
@@ -164,11 +203,13 @@ def view_of(
     title: str,
     keep_all: int = KEPT_TOKENS,
     logits: Float[Tensor, "generated vocabulary"] | None = None,
+    calls: Mapping[Place, tuple[CallTokens, CallTokens]] | None = None,
     progress: bool = False,
 ) -> View:
     """Run a model with the arguments `inputs`, and return the attention of each of its heads. `texts` are the tokens
     and words that the model reads. If the model generated the last tokens, `logits` are the logits from which these
-    tokens were chosen; the run must reproduce them. The other arguments are those of `view`.
+    tokens were chosen; the run must reproduce them. `calls` are the tokens of each attention call among those of the
+    texts, if they are known. The other arguments are those of `view`.
     """
     modules = dict(model.named_modules())
     layers = len(innermost_attention_modules(modules, modules))
@@ -178,15 +219,13 @@ def view_of(
         progress_bar("view", layers or None, "layers", shown=progress, transient=True) as bar,
         torch.no_grad(),
     ):
-        viewer = Viewer(model, texts, keeps_all=keeps_all, on_call=bar.advance)
+        viewer = Viewer(model, texts, keeps_all=keeps_all, on_call=bar.advance, calls=calls)
         with intercepted(model, viewer):
             output = _call(model, inputs)
     if logits is not None and len(logits):
         # Attention while the tokens were generated must not have been different from what the view shows.
-        end = len(texts[-1].tokens) - 1
-        difference = float(
-            (output.logits[0, end - len(logits) : end].float() - logits).abs().max() / logits.abs().max()
-        )
+        computed = output.logits[0, -1 - len(logits) : -1].float()
+        difference = float((computed - logits).abs().max() / logits.abs().max())
         if not difference <= max(DISAGREEMENT, 8 * torch.finfo(output.logits.dtype).eps):
             raise InputError(
                 "generate",
@@ -200,28 +239,10 @@ def view_of(
         expected = f"self-attention over the {' and '.join(str(len(each.tokens)) for each in texts)} tokens of the text"
         raise InputError("model", expected=expected, got=viewer.left_out)
     viewer.warn_of_unread(stacklevel=5)
-    is_image = texts[0].picture is not None
-    # One query alone pools the tokens. Several are those of another stage of the model.
-    if is_image and any(grid.queries > 1 for grid in viewer.other_grids.values()):
-        raise InputError("model", expected="attention over the same patches in all layers", got=viewer.left_out)
     if viewer.left_out:
-        kind = "image" if is_image else "text"
+        kind = "pictures" if any(text.pictures for text in texts) else "text"
         warnings.warn(f"attention over something else than the {kind} was left out: {viewer.left_out}", stacklevel=4)
     return View(title, tuple(texts), heads, len(heads), identity_of(model))
-
-
-@contextmanager
-def errors_of(argument: str, *, expected: str) -> Iterator[None]:
-    """Replace errors that other libraries raise in the context by an `InputError`. It names the argument `argument` and
-    what was `expected`, and quotes the first 200 characters of the original message.
-    """
-    try:
-        yield
-    except HeadwiseError:
-        raise
-    except Exception as error:
-        got = f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
-        raise InputError(argument, expected=expected, got=got) from error
 
 
 def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
@@ -240,14 +261,11 @@ def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
 
 def _generated_text(
     model: Any, tokenizer: Any, encoded: EncodedText, inputs: Mapping[str, Tensor], count: int
-) -> tuple[ViewedText, Float[Tensor, "generated vocabulary"]]:
+) -> tuple[ViewedText, dict[str, Tensor], Float[Tensor, "generated vocabulary"]]:
     """Let a model continue a text by up to `count` tokens, without sampling or beams. Return the text with the
-    generated tokens, and the logits from which each generated token was chosen. For an encoder-decoder, the returned
-    text is only what the decoder generated.
+    generated tokens, the arguments with which the model reads both, and the logits from which each generated token was
+    chosen. For an encoder-decoder, the returned text is only what the decoder generated.
     """
-    if not (hasattr(model, "can_generate") and model.can_generate()):
-        remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
-        raise InputError("model", expected="a model that generates text", got=type(model).__name__, remedy=remedy)
     has_encoder, prompt = is_encoder_decoder(model), int(encoded.inputs["input_ids"].shape[1])
     limit = max_input_tokens(model, tokenizer)
     if not has_encoder and limit is not None and prompt + count > limit:
@@ -256,16 +274,12 @@ def _generated_text(
     if not has_encoder and int(encoded.inputs["input_ids"][0, -1]) == tokenizer.eos_token_id:
         end = tokenizer.eos_token
         warnings.warn(f"the tokenizer ends the text with {end}; the model continues after it", stacklevel=4)
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    options = {"do_sample": False, "num_beams": 1, "output_logits": True, "return_dict_in_generate": True}
-    with errors_of("generate", expected="a model that generates these tokens"), torch.no_grad():
-        result = model.generate(**inputs, max_new_tokens=count, pad_token_id=pad, **options)
-    if len(result.sequences) != 1:
-        got = f"{len(result.sequences)} of them"
-        raise InputError("generate", expected="a generation config that returns one sequence", got=got)
-    ids, logits = result.sequences, torch.cat(result.logits).float()
+    inputs, logits = with_generated(model, inputs, count, tokenizer)
     if has_encoder:
-        return _decoded_text("output", tokenizer, ids, first_generated=int(ids.shape[1]) - len(logits)), logits
+        ids = inputs["decoder_input_ids"]
+        first = int(ids.shape[1]) - len(logits)
+        return _decoded_text("output", tokenizer, ids, first_generated=first), inputs, logits
+    ids = inputs["input_ids"]
     added = decoded_words(tokenizer, ids[0, prompt:].tolist(), ids[0, :prompt].tolist())
     text = ViewedText(
         "text",
@@ -277,7 +291,13 @@ def _generated_text(
         ids,
         first_generated=prompt,
     )
-    return text, logits
+    return text, inputs, logits
+
+
+def _ids_of(text: ViewedText) -> Int[Tensor, "1 tokens"]:
+    """Return the token ids of a decoded text."""
+    assert text.ids is not None
+    return text.ids
 
 
 def _target_text(model: Any, tokenizer: Any, target: Any) -> ViewedText:

@@ -701,7 +701,10 @@ class ViewSet:
             raise InputError("focus", expected=f"{len(self)} lists of words, one per text", got=len(by_text))
         texts = tuple(view.texts[0] for view in self.views)
         words = tuple(_word_indices(text, chosen) for text, chosen in zip(texts, by_text, strict=True))
-        contents = [text.picture if text.ids is None else text.ids[0].tolist() for text in texts]
+        contents = [
+            (None if text.ids is None else text.ids[0].tolist(), [picture.source for picture in text.pictures])
+            for text in texts
+        ]
         for text, content in zip(texts, contents, strict=True):
             if contents.count(content) > 1:  # the test would count one text as two
                 got = f"{text.text[:60]!r} twice"
@@ -824,7 +827,7 @@ def title_role_word(views: Sequence[View]) -> str | None:
     """Return the text that replaces "the first token" in titles of roles. If there is a single text, it is its first
     word, in quotes unless it is a special token. Otherwise, and for an image, return None.
     """
-    if len(views) != 1 or views[0].texts[0].picture is not None:
+    if len(views) != 1 or views[0].texts[0].pictures:
         return None
     word = views[0].words[0]
     return shortened(word.text) if word.special else f"“{shortened(word.text)}”"

@@ -6,15 +6,17 @@ bounded size for each head, and as the largest weights of each query.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headwise.analysis.roles import role_of
+from headwise.analysis.token_sources import CallTokens, Place
 from headwise.analysis.view_result import HeadView, Link, ViewedText
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
@@ -48,7 +50,7 @@ class VisibleWeights:
     Attributes:
         keys: index of the key of each column.
         is_visible: True where a row may attend to the key of a column; for one head if all heads have the same mask.
-        all_keys: number of keys of the call.
+        all_keys: number of tokens of the text that has the keys.
     """
 
     weights: Float[Tensor, "heads rows columns"]
@@ -59,9 +61,10 @@ class VisibleWeights:
     all_keys: int
 
     @staticmethod
-    def of(row_block: RowBlock) -> "VisibleWeights":
-        """Return the attention weights of a row block (consecutive queries, for some heads) from an attention call with
-        one sequence.
+    def of(row_block: RowBlock, index: int, starts: tuple[int, int], all_keys: int) -> "VisibleWeights":
+        """Return the attention weights of one sequence of a row block (consecutive queries, for some heads). `index` is
+        the number of the sequence among those of the block, `starts` are the indices of its first query and first key
+        in their texts, and `all_keys` is the number of tokens of the text that has the keys.
         """
 
         def columns_in_use(values: Tensor) -> int:
@@ -69,19 +72,20 @@ class VisibleWeights:
             columns = values.any(0).any(0).nonzero()
             return int(columns[-1]) + 1 if len(columns) else 0
 
-        is_visible = row_block.tile.is_visible[0].cpu()
+        is_visible = row_block.tile.is_visible
+        is_visible = is_visible[index if len(is_visible) > 1 else 0].cpu()
         if len(is_visible) > 1 and is_visible.eq(is_visible[:1]).all():
             is_visible = is_visible[:1]
-        weights = row_block.weights[0].float().cpu()
+        weights = row_block.weights[index].float().cpu()
         stop = max(columns_in_use(is_visible), 1)
         stop += columns_in_use(weights[..., stop:])  # weights that are not where the mask states that they are
         return VisibleWeights(
             weights[..., :stop],
             row_block.sequences_and_heads[1],
-            row_block.rows,
-            row_block.visibility.key_indices[:stop].cpu(),
+            range(row_block.rows.start + starts[0], row_block.rows.stop + starts[0]),
+            row_block.visibility.key_indices[:stop].cpu() + starts[1],
             is_visible[..., :stop],
-            row_block.grid.keys,
+            all_keys,
         )
 
 
@@ -372,9 +376,100 @@ Attention that computes something else than softmax of its scores does not.
 """
 
 
+class ViewedRows(NamedTuple):
+    """Tokens of a text that are the queries or keys of an attention call: the index of the text, and for each sequence
+    of the call the index of its first token in the text.
+    """
+
+    text: int
+    starts: tuple[int, ...]
+
+    @staticmethod
+    def of(tokens: CallTokens) -> "ViewedRows | None":
+        """Return the tokens of a call as rows of a text; None if the tokens of a sequence are not neighbours."""
+        first, count = tokens.rows[:, :1], tokens.rows.shape[1]
+        if not torch.equal(tokens.rows, first + torch.arange(count)):
+            return None
+        return ViewedRows(tokens.stream, tuple(first[:, 0].tolist()))
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedHeads:
+    """Attention of the heads of one module on one or two texts. A module may attend in several calls, each over a part
+    of the text, such as one picture of several.
+
+    Attributes:
+        layer: the model's own number of the layer; None if it does not number it.
+        pair: indices of the texts that have the queries and the keys.
+        tallies: sums of statistics of each call, with its queries and keys.
+    """
+
+    site: SiteKey
+    layer: int | None
+    pair: tuple[int, int]
+    words: WordWeights
+    tokens: TokenWeights
+    tallies: list[tuple[Tally, ViewedRows, ViewedRows]] = field(default_factory=list)
+
+    def continues(self, site: SiteKey, queries: ViewedRows, keys: ViewedRows) -> bool:
+        """Return True if a call of this module has other queries than the calls so far, of the same text."""
+        if (self.site, self.pair) != (site, (queries.text, keys.text)):
+            return False
+        return not any(set(before.starts) & set(queries.starts) for _, before, _ in self.tallies)
+
+    def views(self, layer: int) -> Iterator[HeadView]:
+        """Yield the `HeadView` of each head: statistics, role, links between words, and attention weights."""
+        means, counts = _joined_statistics([tally for tally, *_ in self.tallies])
+        # A word receives what its tokens receive.
+        of_words = torch.zeros(len(self.words.picture), self.words.keys.count, dtype=torch.float64)
+        for tally, _, keys in self.tallies:
+            received, seen_by = (total.cpu().double() for total in tally.other_sums["received"])
+            for sequence, start in enumerate(keys.starts):
+                word_of = self.words.keys.word_of[start : start + received.shape[-1]]
+                of_words.index_add_(1, word_of, received[sequence] / seen_by[sequence])
+        for head in range(len(self.words.picture)):
+            head_means = {name: values[head] for name, values in means.items()}
+            head_rows = {name: values[head] for name, values in counts.items()}
+            yield HeadView(
+                layer=layer,
+                head=head,
+                module=self.site.label,
+                kind="cross" if self.site.cross else "self",
+                role=role_of(head_means, head_rows),
+                means=head_means,
+                rows=head_rows,
+                links=self.words.links(head),
+                top_keys=self.words.top_keys[head].long(),
+                top_weights=self.words.top_weights[head],
+                picture=self.words.picture[head],
+                received=of_words[head].to(received.dtype),
+                attention=self.tokens.of_head(head, *self.pair),
+            )
+
+
+def _joined_statistics(tallies: Sequence[Tally]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the value of each statistic for each head over all sequences of some calls, and the number of query rows
+    behind it. Values of sequences are averaged by their numbers of rows.
+    """
+    means: dict[str, list[float]] = {}
+    counts: dict[str, list[float]] = {}
+    of_calls = [(tally.means(), tally.counts()) for tally in tallies]
+    for name in of_calls[0][0]:
+        values = torch.cat([of_call[name] for of_call, _ in of_calls]).cpu()
+        rows = [of_call.get(name, of_call["entropy"]) for _, of_call in of_calls]
+        weights = torch.cat(rows).cpu()
+        has_rows = weights > 0
+        total = weights.sum(0)
+        mean = values[0] if len(values) == 1 else (values * weights).where(has_rows, 0.0).sum(0) / total
+        means[name] = mean.tolist()
+        if name in of_calls[0][1]:
+            counts[name] = total.tolist()
+    return means, counts
+
+
 class Viewer(SiteRegistry):
     """Interceptor that stores the attention of every head on some texts while a model runs, as one `HeadView` per head.
-    It reads attention from a text to itself, and from the last text (target) to the first one (source).
+    It reads attention from a text to itself, and from one text (target) to another one (source).
 
     Attributes:
         other_grids: for each module that attended to something else than the tokens of the texts, by its path, the
@@ -383,67 +478,96 @@ class Viewer(SiteRegistry):
     Args:
         keeps_all: True to keep all weights between tokens.
         on_call: function that is called after each attention call over the texts.
+        calls: tokens of the queries and keys of each attention call, where they are known. The streams are the texts.
+            Without them, calls are assigned to texts by their numbers of tokens.
     """
 
     def __init__(
-        self, model: nn.Module, texts: Sequence[ViewedText], *, keeps_all: bool, on_call: Callable[[], None]
+        self,
+        model: nn.Module,
+        texts: Sequence[ViewedText],
+        *,
+        keeps_all: bool,
+        on_call: Callable[[], None],
+        calls: Mapping[Place, tuple[CallTokens, CallTokens]] | None = None,
     ) -> None:
         super().__init__(model)
-        self._on_call = on_call
+        self._on_call, self._calls = on_call, calls
         self._texts, self._keeps_all = texts, keeps_all
         self._words = [
             TokensOfWords(each.word_of, torch.tensor([word.lexical for word in each.words])) for each in texts
         ]
-        self._contexts: dict[tuple[int, int, torch.device], CallContext] = {}
+        self._contexts: dict[tuple[ViewedRows, ViewedRows, torch.device], CallContext] = {}
         self._known_runs: dict[tuple[int, int], dict[range, tuple[Tensor, Tensor, list[Runs]]]] = {}
         self.other_grids: dict[str, Grid] = {}
-        self._calls: list[tuple[SiteKey, int | None, list[HeadView]]] = []  # with the model's own number of the layer
+        self._observed: list[ObservedHeads] = []
 
     def observe(self, call: Call) -> Observation | None:
-        """Return an observation of an attention call that builds a `HeadView` of each of its heads. It also checks that
-        weights times values equal the head outputs. Return None for attention over something other than the tokens of
-        the texts.
+        """Return an observation of an attention call, from which `HeadView` objects of its heads are built. It also
+        checks that weights times values equal the head outputs. Return None for attention over something other than the
+        tokens of the texts.
         """
         self.register(call)
-        grid, site, layer, sides = call.grid, call.site, call.layer, self._sides_of(call)
+        grid, site, sides = call.grid, call.site, self._sides_of(call)
         if sides is None:
             self.other_grids.setdefault(site.path, grid)
             return None
         queries, keys = sides
-        tally, words = Tally(), WordWeights(grid.heads, self._words[queries], self._words[keys])
-        known_runs = self._known_runs.setdefault(sides, {})
-        tokens = TokenWeights(grid.heads, grid.queries, grid.keys, self._keeps_all, known_runs)
+        pair, all_keys = (queries.text, keys.text), len(self._texts[keys.text].tokens)
+        heads = next((each for each in self._observed if each.continues(site, queries, keys)), None)
+        if heads is None:
+            known_runs = self._known_runs.setdefault(pair, {})
+            size = len(self._texts[queries.text].tokens)
+            heads = ObservedHeads(
+                site,
+                call.layer,
+                pair,
+                WordWeights(grid.heads, self._words[queries.text], self._words[keys.text]),
+                TokenWeights(grid.heads, size, all_keys, self._keeps_all, known_runs),
+            )
+            self._observed.append(heads)
+        tally, observed = Tally(), heads
 
         def observer(row_block: RowBlock) -> None:
             tally.add(replace(row_block, out=None))  # a view shows no norms
-            visible_weights = VisibleWeights.of(row_block)
-            words.add(visible_weights)
-            tokens.add(visible_weights)
+            for index, sequence in enumerate(range(grid.batch)[row_block.sequences_and_heads[0]]):
+                starts = queries.starts[sequence], keys.starts[sequence]
+                visible_weights = VisibleWeights.of(row_block, index, starts, all_keys)
+                observed.words.add(visible_weights)
+                observed.tokens.add(visible_weights)
 
         def on_end() -> None:
-            self._calls.append((site, layer, list(_head_views(site, sides, tally, words, tokens))))
+            observed.tallies.append((tally, queries, keys))
             self._on_call()
 
-        if (*sides, grid.device) not in self._contexts:  # calls over the same texts share the tokens for statistics
-            text, is_self = self._texts[keys], queries == keys
-            self._contexts[(*sides, grid.device)] = CallContext(
-                text.ids.to(grid.device) if is_self and text.ids is not None else None,
-                torch.tensor([[token.special for token in text.tokens]], device=grid.device),
+        if (queries, keys, grid.device) not in self._contexts:  # calls over the same tokens share their statistics
+            text, is_self = self._texts[keys.text], queries == keys
+            rows = torch.tensor(keys.starts)[:, None] + torch.arange(grid.keys)
+            special = torch.tensor([token.special for token in text.tokens])[rows]
+            self._contexts[queries, keys, grid.device] = CallContext(
+                text.ids[0].cpu()[rows].to(grid.device) if is_self and text.ids is not None else None,
+                special.to(grid.device),
                 left_out=frozenset() if is_self else OF_COMMON_POSITIONS,
             )
-        context = self._contexts[(*sides, grid.device)]
+        context = self._contexts[queries, keys, grid.device]
         return Observation(observer, context, on_end, partial(require_agreement, site.path))
 
-    def _sides_of(self, call: Call) -> tuple[int, int] | None:
-        """Return the indices of two texts: the text with the queries and the text with the keys of an attention call.
-        Return None if the call is not over the tokens of the texts, or if it could be over either of two texts.
+    def _sides_of(self, call: Call) -> "tuple[ViewedRows, ViewedRows] | None":
+        """Return the tokens of the texts that are the queries and the keys of an attention call. Return None if the
+        call is not over tokens of the texts, or if it could be over either of two texts.
         """
         grid, lengths = call.grid, [len(each.tokens) for each in self._texts]
+        if self._calls is not None:
+            sides = self._calls.get(Place(call.site, call.index))
+            rows = [] if sides is None else [ViewedRows.of(side) for side in sides]
+            return None if None in rows or not rows else (rows[0], rows[1])
         if grid.batch != 1:
             return None
         if call.site.cross:
             source, target = 0, len(lengths) - 1
-            return (target, source) if target and (grid.queries, grid.keys) == (lengths[-1], lengths[0]) else None
+            if not target or (grid.queries, grid.keys) != (lengths[-1], lengths[0]):
+                return None
+            return ViewedRows(target, (0,)), ViewedRows(source, (0,))
         fitting = [index for index, length in enumerate(lengths) if grid.queries == grid.keys == length]
         if len(fitting) > 1:
             texts = {index: self._texts[index].ids for index in fitting}
@@ -452,23 +576,23 @@ class Viewer(SiteRegistry):
                 for index, ids in texts.items()
                 if ids is not None and call.tokens.ids is not None and torch.equal(ids.cpu(), call.tokens.ids.cpu())
             ]
-        return (fitting[0], fitting[0]) if len(fitting) == 1 else None
+        return (ViewedRows(fitting[0], (0,)),) * 2 if len(fitting) == 1 else None
 
     def head_views(self) -> Iterator[HeadView]:
         """Yield the `HeadView` of each head, in the order of layers and heads. If every module attended once, heads
         have the layer numbers of result tables. Otherwise the heads of an attention call have the layer number that the
         model states. If that number is unknown or used already, the layer number is one more than the largest so far.
         """
-        sites = [site for site, *_ in self._calls]
+        sites = [heads.site for heads in self._observed]
         layer_of = dict(zip((record.site for record in self.records), self.layers, strict=True))
         layers: list[int] = []
-        for site, layer, _ in self._calls:
+        for heads in self._observed:
             if len(set(sites)) == len(sites) and layer_of.keys() >= set(sites):
-                layers.append(layer_of[site])
+                layers.append(layer_of[heads.site])
             else:
-                layers.append(max(layers, default=-1) + 1 if layer is None or layer in layers else layer)
-        for number, (*_, heads) in sorted(zip(layers, self._calls, strict=True), key=lambda pair: pair[0]):
-            yield from (replace(head, layer=number) for head in heads)
+                layers.append(max(layers, default=-1) + 1 if heads.layer in (None, *layers) else heads.layer)
+        for number, heads in sorted(zip(layers, self._observed, strict=True), key=lambda pair: pair[0]):
+            yield from heads.views(number)
 
     @property
     def left_out(self) -> str:
@@ -479,37 +603,6 @@ class Viewer(SiteRegistry):
             f"{'' if grid.batch == 1 else f'a batch of {grid.batch} with '}{grid.queries} queries and {grid.keys} keys "
             f"in {path}"
             for path, grid in self.other_grids.items()
-        )
-
-
-def _head_views(
-    site: SiteKey, sides: tuple[int, int], tally: Tally, words: WordWeights, tokens: TokenWeights
-) -> Iterator[HeadView]:
-    """Yield the `HeadView` of each head of one attention call: statistics, role, links between words, and attention
-    weights. The layer number is 0, which the caller replaces by the right one.
-    """
-    means = {name: mean[0].tolist() for name, mean in tally.means().items()}
-    counts = {name: count[0].tolist() for name, count in tally.counts().items()}
-    received, seen_by = (total[0].cpu() for total in tally.other_sums["received"])
-    of_words = torch.zeros(len(received), words.keys.count, dtype=received.dtype)
-    of_words.index_add_(1, words.keys.word_of, received / seen_by)  # a word receives what its tokens receive
-    for head in range(words.picture.shape[0]):
-        head_means = {name: values[head] for name, values in means.items()}
-        head_rows = {name: values[head] for name, values in counts.items()}
-        yield HeadView(
-            layer=0,
-            head=head,
-            module=site.label,
-            kind="cross" if site.cross else "self",
-            role=role_of(head_means, head_rows),
-            means=head_means,
-            rows=head_rows,
-            links=words.links(head),
-            top_keys=words.top_keys[head].long(),
-            top_weights=words.top_weights[head],
-            picture=words.picture[head],
-            received=of_words[head],
-            attention=tokens.of_head(head, *sides),
         )
 
 

@@ -1,0 +1,242 @@
+"""Patches of pictures: the part of which picture each token of a model stands for.
+
+A processor resizes, crops, pads and cuts pictures in its own way. Where each number of its output lies in the pictures
+is read off the processor's output for pictures whose colours are their coordinates.
+"""
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.analysis.token_sources import TokenStream
+from headwise.errors import require
+from headwise.page.contents import Patch, Picture
+from headwise.shapes import Float, Int
+
+LARGEST_SIDE = 768
+"""Largest width or height in pixels of a picture that is stored for display."""
+
+LARGEST_PNG = 150_000
+"""Number of bytes up to which a picture is stored as PNG, without loss."""
+
+WHOLE = 0.9
+"""Share of the width and of the height of a picture from which on a token counts as one of the whole picture."""
+
+LARGEST_OVERLAP = 0.1
+"""Share of the smaller of two parts of a picture that may overlap with the other part if both are shown in one
+picture."""
+
+
+@dataclass(frozen=True, eq=False)
+class ElementPlaces:
+    """Places in pictures of the elements of one input of a model.
+
+    Attributes:
+        picture: index of the picture that each element is computed from; -1 for padding.
+        x, y: distance of the element from the left and from the top of the picture, as fractions of its width and
+            height.
+        part: number of the part (such as a tile) that the processor cut from the pictures.
+    """
+
+    picture: Int[Tensor, " elements"]
+    x: Float[Tensor, " elements"]
+    y: Float[Tensor, " elements"]
+    part: Int[Tensor, " elements"]
+
+
+def element_places(
+    process: Callable[[list[Any]], Mapping[str, Any]], pictures: Sequence[Any]
+) -> dict[str, ElementPlaces]:
+    """Return where the elements of each floating-point output of a processor lie in the pictures, by the output's name.
+
+    The processor reads pictures with two constant colour channels, 0 and 255, and one channel that grows from 0 to 255
+    from left to right, or from top to bottom. Each channel grows once. Of the three values of an element, the middle
+    one divided by the range of the three is its place, whatever the normalisation. An element whose values are all
+    equal is padding.
+
+    Args:
+        process: function from pictures to the outputs of the processor.
+        pictures: the pictures, `PIL.Image`.
+    """
+    image = require("PIL.Image", purpose="showing an image", extra="plot")
+
+    def values_of(place: int, ramp: Any) -> list[dict[str, Tensor]]:
+        outputs = []
+        for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+            bands = [ramp, image.new("L", ramp.size, 0), image.new("L", ramp.size, 255)]
+            changed = list(pictures)
+            changed[place] = image.merge("RGB", [bands[channel] for channel in order])
+            outputs.append(
+                {
+                    name: value
+                    for name, value in process(changed).items()
+                    if isinstance(value, Tensor) and value.is_floating_point()
+                }
+            )
+        return outputs
+
+    places: dict[str, ElementPlaces] = {}
+    for number, picture in enumerate(pictures):
+        width, height = picture.size
+        across, down = (torch.arange(size).add(0.5).mul(255 / size).round().to(torch.uint8) for size in (width, height))
+        ramps = across.expand(height, width), down[:, None].expand(height, width)
+        of_axes = [values_of(number, image.fromarray(ramp.contiguous().numpy())) for ramp in ramps]
+        for name, first in of_axes[0][0].items():
+            ordered = [torch.stack([output[name] for output in outputs]).double().sort(0).values for outputs in of_axes]
+            spread = ordered[0][2] - ordered[0][0]
+            is_inside = spread > 1e-3 * spread.abs().max()
+            if not bool(is_inside.any()):
+                continue
+            x, y = (((each[1] - each[0]) / (each[2] - each[0])).clamp(0, 1).flatten() for each in ordered)
+            is_inside = is_inside.flatten()
+            if name not in places:
+                nothing = torch.full((first.numel(),), torch.nan, dtype=torch.float64)
+                places[name] = ElementPlaces(
+                    torch.full((first.numel(),), -1), nothing, nothing.clone(), _parts_of(first.shape)
+                )
+            places[name].picture[is_inside] = number
+            places[name].x[is_inside], places[name].y[is_inside] = x[is_inside], y[is_inside]
+    return places
+
+
+def pixel_places(pixels: Float[Tensor, "1 channels height width"]) -> tuple[ElementPlaces, Any]:
+    """Return where the elements of pixel values lie in the picture that they are, and this picture as `PIL.Image`. The
+    smallest value becomes black, and the largest one white.
+    """
+    image = require("PIL.Image", purpose="showing an image", extra="plot")
+    values = pixels[0].detach().float().cpu()
+    y, x = ((torch.arange(size, dtype=torch.float64) + 0.5) / size for size in values.shape[1:])
+    y, x = (each.expand(values.shape).flatten() for each in (y[:, None], x))
+    nothing = torch.zeros(values.numel(), dtype=torch.long)
+    values = (values - values.min()) / (values.max() - values.min()).clamp(min=1e-12)
+    values = values.expand(3, -1, -1) if len(values) == 1 else values[:3]
+    integers = (values * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+    return ElementPlaces(nothing, x, y, nothing), image.fromarray(integers.numpy())
+
+
+def _parts_of(shape: torch.Size) -> Int[Tensor, " elements"]:
+    """Return the number of the part of each element of an input: the index in the axes before the last three, which are
+    channels, height and width.
+    """
+    size = shape[-3:].numel() if len(shape) > 3 else shape.numel()
+    return torch.arange(shape.numel()) // max(size, 1)
+
+
+class ShownPicture(NamedTuple):
+    """Picture that a view shows: the index of a picture that the model reads, and the number of parts, such as tiles,
+    that are shown in it. A picture that the model reads as a whole and in parts is shown twice.
+    """
+
+    picture: int
+    parts: int
+
+
+def patches_of(
+    stream: TokenStream, places: Mapping[str, ElementPlaces]
+) -> tuple[list[ShownPicture], list[Patch | None]]:
+    """Return the pictures to show for the tokens of a stream, and the patch of each token; None for a token that stands
+    for no part of a picture, or for the whole of it.
+
+    A patch is the rectangle with the centre and the variance of the elements on which the token depends. The places of
+    n elements at distances d have the variance (n^2 - 1) d^2 / 12, and fill the width n d.
+    """
+    columns: list[tuple[Tensor, ...]] = []
+    parts_before = 0
+    for name, of_elements in places.items():
+        spacing = [_spacing(axis, of_elements.picture) for axis in (of_elements.x, of_elements.y)]
+        for tokens in stream.tokens_of.get(name, ()):
+            used = (tokens >= 0) & (of_elements.picture >= 0)
+            values = of_elements.picture, of_elements.part + parts_before, of_elements.x, of_elements.y
+            sizes = torch.tensor(spacing, dtype=torch.float64).expand(int(used.sum()), 2)
+            columns.append((tokens[used], *(value[used] for value in values), sizes))
+        parts_before += int(of_elements.part.max()) + 1
+    patches: list[Patch | None] = [None] * stream.size
+    if not columns or not sum(len(tokens) for tokens, *_ in columns):
+        return [], patches
+    token, picture, part, x, y, sizes = (torch.cat(each) for each in zip(*columns, strict=True))
+    # A token of two pictures, such as two frames of a video, is shown in the one that has most of its elements.
+    pairs, pair_of = torch.stack([token, picture, part]).unique(dim=1, return_inverse=True)
+    counts = torch.bincount(pair_of)
+    best = {pairs[0, index].item(): index for index in counts.argsort(stable=True).tolist()}
+    boxes: dict[int, tuple[int, int, Patch]] = {}
+    for number, index in sorted(best.items()):
+        chosen = pair_of == index
+        sides = []
+        for axis, spacing_of_axis in ((x, 0), (y, 1)):
+            centre = axis[chosen].mean()
+            size = (12 * axis[chosen].var(correction=0) + sizes[chosen][0, spacing_of_axis] ** 2).sqrt()
+            low, high = (float((centre + sign * size / 2).clamp(0, 1)) for sign in (-1, 1))
+            sides.append((low, high - low))
+        (left, width), (top, height) = sides
+        if min(width, height) < WHOLE:
+            of_picture, of_part = int(pairs[1, index]), int(pairs[2, index])
+            boxes[number] = of_picture, of_part, Patch(0, left, top, width, height)
+    shown_of_part, shown = _shown_pictures(list(boxes.values()))
+    for number, (_, of_part, patch) in boxes.items():
+        patches[number] = patch._replace(picture=shown_of_part[of_part])
+    return shown, patches
+
+
+def _spacing(places: Float[Tensor, " elements"], picture: Int[Tensor, " elements"]) -> float:
+    """Return the usual distance between the places of neighbouring elements, along one axis of the pictures."""
+    steps = places.diff().abs()[(picture[1:] == picture[:-1]) & (picture[1:] >= 0)]
+    steps = steps[steps > 1e-6]
+    return float(steps.median()) if len(steps) else 0.0
+
+
+def _shown_pictures(boxes: Sequence[tuple[int, int, Patch]]) -> tuple[dict[int, int], list[ShownPicture]]:
+    """Return the index of the shown picture of each part, and the shown pictures. `boxes` are a picture, a part of it
+    and a patch. Parts of a picture that overlap are shown in different pictures.
+    """
+    parts: dict[tuple[int, int], tuple[float, float, float, float]] = {}
+    for picture, part, patch in boxes:
+        left, top, right, bottom = parts.get((picture, part), (1.0, 1.0, 0.0, 0.0))
+        right, bottom = max(right, patch.left + patch.width), max(bottom, patch.top + patch.height)
+        parts[picture, part] = min(left, patch.left), min(top, patch.top), right, bottom
+    layers: list[tuple[int, list[tuple[float, float, float, float]]]] = []
+    shown_of_part = {}
+    for (picture, part), box in parts.items():
+        fitting = [
+            index
+            for index, (of_layer, others) in enumerate(layers)
+            if of_layer == picture and all(_overlap(box, other) <= LARGEST_OVERLAP for other in others)
+        ]
+        if not fitting:
+            fitting = [len(layers)]
+            layers.append((picture, []))
+        layers[fitting[0]][1].append(box)
+        shown_of_part[part] = fitting[0]
+    return shown_of_part, [ShownPicture(picture, len(others)) for picture, others in layers]
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """Return the area that two rectangles (left, top, right, bottom) share, as a fraction of the smaller one."""
+    sides = [min(one[axis + 2], other[axis + 2]) - max(one[axis], other[axis]) for axis in (0, 1)]
+    areas = [(each[2] - each[0]) * (each[3] - each[1]) for each in (one, other)]
+    return max(sides[0], 0.0) * max(sides[1], 0.0) / max(min(areas), 1e-12)
+
+
+def displayed_pictures(pictures: Sequence[Any], shown: Sequence[ShownPicture]) -> tuple[Picture, ...]:
+    """Return pictures for display on a page: each is an image file in base64, not wider or higher than 768 pixels."""
+    displayed = []
+    for number, parts in shown:
+        name = "picture" if len(pictures) == 1 else f"picture {number + 1}"
+        if sum(other == number for other, _ in shown) > 1:
+            name += ", whole" if parts == 1 else f", in {parts} parts"
+        picture = pictures[number].convert("RGB")
+        picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+        data = b""
+        for kind, options in (("PNG", {"optimize": True}), ("JPEG", {"quality": 85})):
+            buffer = io.BytesIO()
+            picture.save(buffer, format=kind, **options)
+            data = buffer.getvalue()
+            if len(data) <= LARGEST_PNG:
+                break
+        source = f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode('ascii')}"
+        displayed.append(Picture(name, source, picture.width, picture.height))
+    return tuple(displayed)

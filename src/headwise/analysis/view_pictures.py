@@ -1,0 +1,275 @@
+"""Views of models that read pictures: the prompt with its pictures, as texts whose tokens are words and patches."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.patches import ElementPlaces, displayed_pictures, element_places, patches_of, pixel_places
+from headwise.analysis.token_sources import IDS, CallTokens, Place, TokenSources, TokenStream, token_sources
+from headwise.analysis.view_result import ViewedText
+from headwise.data.batches import device_of, is_encoder_decoder
+from headwise.data.tokenization import Token, Word, decoded_words
+from headwise.errors import InputError, errors_of, require
+from headwise.page.contents import Patch
+from headwise.shapes import Float
+
+
+class PicturePrompt(NamedTuple):
+    """Prompt with pictures, as a model reads it.
+
+    Attributes:
+        inputs: arguments of the model.
+        places: where the elements of the inputs lie in the pictures, by the input's name.
+        pictures: the pictures, `PIL.Image`.
+    """
+
+    inputs: dict[str, Tensor]
+    places: dict[str, ElementPlaces]
+    pictures: tuple[Any, ...]
+
+
+def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: Any) -> PicturePrompt:
+    """Return a prompt with pictures, as a processor prepares it for a model. A text without the token of a picture is
+    sent as the message of a user, by the chat template of the processor.
+
+    Args:
+        model: the model.
+        processor: its processor, of `transformers`; None if `images` is a tensor.
+        text: the text; None for a model that reads no text.
+        images: one picture or a list: `PIL.Image` objects or paths of files. Without a processor, pixel values
+            `(1, channels, height, width)`.
+
+    Raises:
+        InputError: a picture cannot be read; the processor does not read the text or the pictures; it has no place for
+            a picture.
+        MissingExtra: Pillow is not installed.
+    """
+    if processor is None:
+        if not isinstance(images, Tensor) or images.ndim != 4 or len(images) != 1 or not images.is_floating_point():
+            got = f"{tuple(images.shape)}, {images.dtype}" if isinstance(images, Tensor) else type(images).__name__
+            raise InputError("images", expected="pixel values (1, channels, height, width) without processor", got=got)
+        places, picture = pixel_places(images)
+        return PicturePrompt({"pixel_values": images.to(device_of(model))}, {"pixel_values": places}, (picture,))
+    if not callable(processor):
+        raise InputError("processor", expected="a processor of transformers", got=type(processor).__name__)
+    several = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
+    pictures = tuple(_opened(each) for each in several)
+    if not pictures:
+        raise InputError("images", expected="at least one picture", got="an empty list")
+    if text is not None:
+        text = _with_picture_tokens(processor, text, len(pictures))
+
+    def process(changed: Sequence[Any]) -> dict[str, Tensor]:
+        arguments = {"images": list(changed), "return_tensors": "pt"} | ({} if text is None else {"text": text})
+        outputs = dict(processor(**arguments))
+        parameters = inspect.signature(model.forward).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        return {
+            name: value
+            for name, value in outputs.items()
+            if isinstance(value, Tensor) and (takes_all or name in parameters) and name != "labels"
+        }
+
+    with errors_of("images", expected="pictures and a text that the processor reads"):
+        inputs = process(pictures)
+        places = element_places(process, pictures)
+    read = {int(number) for each in places.values() for number in each.picture.unique().tolist()} - {-1}
+    if read != set(range(len(pictures))):
+        got = f"{len(read)} of them" if read else "none of them"
+        raise InputError("processor", expected=f"one that passes {len(pictures)} pictures to the model", got=got)
+    device = device_of(model)
+    return PicturePrompt({name: value.to(device) for name, value in inputs.items()}, places, pictures)
+
+
+def _opened(picture: Any) -> Any:
+    """Return a picture as `PIL.Image` in RGB. `picture` is one already, or the path of a file."""
+    image = require("PIL.Image", purpose="reading a picture", extra="plot")
+    if isinstance(picture, str | Path):
+        try:
+            with image.open(picture) as opened:
+                return opened.convert("RGB")
+        except OSError as error:  # also for a file that is no picture
+            got = f"{str(picture)!r} ({error.strerror or 'no picture that Pillow reads'})"
+            raise InputError("images", expected="a picture file", got=got) from None
+    if not isinstance(picture, image.Image):
+        raise InputError("images", expected="PIL.Image objects or paths of files", got=type(picture).__name__)
+    return picture.convert("RGB")
+
+
+def _with_picture_tokens(processor: Any, text: str, count: int) -> str:
+    """Return the text of a prompt with a token for each picture. A text that has none becomes the message of a user if
+    the processor has a chat template.
+    """
+    token = getattr(processor, "image_token", None)
+    if not isinstance(token, str) or token in text or not getattr(processor, "chat_template", None):
+        return text
+    content = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": text}]
+    message = [{"role": "user", "content": content}]
+    with errors_of("text", expected=f"a text with {token}, or one that the chat template of the processor takes"):
+        prompt: str = processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return prompt
+
+
+def with_generated(
+    model: Any, inputs: Mapping[str, Tensor], count: int, tokenizer: Any
+) -> tuple[dict[str, Tensor], Float[Tensor, "generated vocabulary"]]:
+    """Let a model generate up to `count` tokens after a prompt, without sampling or beams. Return the arguments with
+    which the model reads the prompt and the generated tokens, and the logits from which each of them was chosen.
+    """
+    if not (hasattr(model, "can_generate") and model.can_generate()):
+        remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
+        raise InputError("model", expected="a model that generates text", got=type(model).__name__, remedy=remedy)
+    ids = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+    pad = next((each for each in ids if each is not None), None)
+    options = {"do_sample": False, "num_beams": 1, "output_logits": True, "return_dict_in_generate": True}
+    with errors_of("generate", expected="a model that generates these tokens"), torch.no_grad():
+        result = model.generate(**inputs, max_new_tokens=count, pad_token_id=pad, **options)
+    if len(result.sequences) != 1:
+        got = f"{len(result.sequences)} of them"
+        raise InputError("generate", expected="a generation config that returns one sequence", got=got)
+    ids, logits = result.sequences, torch.cat(result.logits).float()
+    if is_encoder_decoder(model) or IDS not in inputs:
+        return {**inputs, f"decoder_{IDS}": ids} if is_encoder_decoder(model) else {**inputs, IDS: ids}, logits
+    prompt = inputs[IDS]
+    added = ids[:, ids.shape[1] - len(logits) :]
+    extended = dict(inputs)
+    for name, value in inputs.items():
+        if value.shape[:2] != prompt.shape or name.startswith("pixel"):
+            continue
+        if name == IDS:
+            new = added
+        elif name.endswith("mask"):
+            new = value[:, -1:].expand(-1, added.shape[1], *value.shape[2:])
+        else:
+            new = value.new_zeros(1, added.shape[1], *value.shape[2:])
+        extended[name] = torch.cat([value, new], 1)
+    return extended, logits
+
+
+def viewed_texts(
+    model: nn.Module, prompt: PicturePrompt, inputs: Mapping[str, Tensor], tokenizer: Any, generated: int
+) -> tuple[list[ViewedText], dict[Place, tuple[CallTokens, CallTokens]]]:
+    """Return the sequences of tokens to which a model attends on a prompt with pictures, as texts, and the tokens of
+    the queries and keys of each attention call.
+
+    Args:
+        model: the model.
+        prompt: the prompt.
+        inputs: the arguments with which the model is viewed: those of the prompt, with generated tokens.
+        tokenizer: tokenizer by which token ids are displayed; None for a model that reads no text.
+        generated: number of generated tokens, which are the last ones of a sequence of token ids.
+
+    Raises:
+        InputError: no token stands for a part of a picture.
+    """
+    parts = {name: places.picture >= 0 for name, places in prompt.places.items()}
+    with errors_of("model", expected="a model that reads these pictures"):
+        sources = token_sources(model, inputs, parts)
+    # The last ids are those that the model has generated.
+    last = [name for name in inputs if name.endswith(IDS) and not name.startswith("qformer")][-1:] if generated else []
+    texts = [
+        _text_of(stream, sources, prompt, inputs, tokenizer, generated if last else 0, last)
+        for stream in sources.streams
+    ]
+    if not any(patch for text in texts for patch in text.patches):
+        unknown = ", ".join(dict.fromkeys(sources.unknown.values())) or "none"
+        raise InputError("model", expected="tokens that each depend on a part of a picture", got=unknown)
+    return texts, dict(sources.calls)
+
+
+def _text_of(
+    stream: TokenStream,
+    sources: TokenSources,
+    prompt: PicturePrompt,
+    inputs: Mapping[str, Tensor],
+    tokenizer: Any,
+    generated: int,
+    last: Sequence[str],
+) -> ViewedText:
+    """Return a sequence of tokens as a text: token ids as words of the text, and patches as words named by row and
+    column, such as "(1, 2)". Tokens that are neither are special tokens.
+    """
+    shown, patches = patches_of(stream, prompt.places)
+    names = [name for name, found in stream.tokens_of.items() if name not in prompt.places and bool((found >= 0).any())]
+    position_of = torch.full((stream.size,), -1)
+    ids = None
+    if names:
+        ids = inputs[names[0]][0].cpu()
+        for tokens in stream.tokens_of[names[0]]:
+            position_of[tokens[tokens >= 0]] = (tokens >= 0).nonzero()[:, 0]
+    positions: list[int] = position_of.tolist()
+    labels = _labels(patches)
+    tokens_shown: list[Token] = []
+    words: list[Word] = []
+    word_of: list[int] = []
+    start = 0
+    while start < stream.size:
+        stop = start + 1
+        if positions[start] >= 0 and patches[start] is None:
+            assert ids is not None
+            while stop < stream.size and positions[stop] == positions[stop - 1] + 1 and patches[stop] is None:
+                stop += 1
+            run, before = ids[positions[start] : positions[stop - 1] + 1], ids[: positions[start]]
+            decoded = decoded_words(tokenizer, run.tolist(), before.tolist())
+            word_of += (decoded.word_of + len(words)).tolist()
+            words += decoded.words
+            tokens_shown += decoded.tokens
+        else:
+            is_patch = patches[start] is not None
+            label = labels.get(start, f"token {start}")
+            if not is_patch and ids is not None and len(ids) == stream.size and tokenizer is not None:
+                label = tokenizer.convert_ids_to_tokens(int(ids[start]))
+            word_of.append(len(words))
+            words.append(Word(label, not is_patch, is_patch))
+            tokens_shown.append(Token(label, not is_patch, True, False))
+        start = stop
+    is_last = bool(last) and names[:1] == list(last)
+    kept = [word.text for word in words if not word.special and not word.text.startswith("(")]
+    viewed_ids = None
+    if ids is not None:  # patches are different tokens, although the model's ids of them are the same
+        viewed_ids = torch.where(position_of >= 0, ids[position_of.clamp(min=0)], -1 - torch.arange(stream.size))[None]
+    name = (
+        "prompt" if ids is not None and shown else names[0].removesuffix(f"_{IDS}").removesuffix(IDS) if names else ""
+    )
+    return ViewedText(
+        name or ("text" if names else "picture" if shown else "tokens"),
+        " ".join(kept),
+        False,
+        tuple(tokens_shown),
+        tuple(words),
+        torch.tensor(word_of),
+        viewed_ids,
+        stream.size - generated if is_last and generated else None,
+        displayed_pictures(prompt.pictures, shown),
+        tuple(patches) if shown else (),
+    )
+
+
+def _labels(patches: Sequence[Patch | None]) -> dict[int, str]:
+    """Return the row and the column of each patch in its picture, by the index of the token, such as "(1, 2)"."""
+    labels: dict[int, str] = {}
+    for picture in {patch.picture for patch in patches if patch is not None}:
+        chosen = {index: patch for index, patch in enumerate(patches) if patch is not None and patch.picture == picture}
+        # Patches that reach over the border are cut off, so their order is that of their centres.
+        rows = _ranks([patch.top + patch.height / 2 for patch in chosen.values()])
+        columns = _ranks([patch.left + patch.width / 2 for patch in chosen.values()])
+        labels |= {
+            index: f"({row + 1}, {column + 1})" for index, row, column in zip(chosen, rows, columns, strict=True)
+        }
+    return labels
+
+
+def _ranks(centres: Sequence[float]) -> list[int]:
+    """Return the number of the row or column of each patch, from the centres along one axis."""
+    order = sorted(range(len(centres)), key=centres.__getitem__)
+    steps = [centres[after] - centres[before] for before, after in pairwise(order)]
+    ranks, rank = [0] * len(centres), 0
+    for index, step in zip(order[1:], steps, strict=True):
+        rank += step > max(steps) / 3  # smaller steps are rounding
+        ranks[index] = rank
+    return ranks
