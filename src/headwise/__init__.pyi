@@ -65,6 +65,7 @@ from headwise.analysis.redundancy.redundancy import redundancy as redundancy
 from headwise.analysis.view import view as view
 from headwise.analysis.view import view_examples as view_examples
 from headwise.analysis.view_result import Focus as Focus
+from headwise.analysis.view_result import Region as Region
 from headwise.analysis.view_result import View as View
 from headwise.analysis.view_result import ViewSet as ViewSet
 from headwise.attention.attend import attend as attend

@@ -243,4 +243,4 @@ def _page_focus(focus: Focus, group: _ModelResults) -> page.PageFocus:
         )
         for each, place in zip(focus.heads, places, strict=True)
     )
-    return page.PageFocus(focus.name, focus.kind, focus.words, scores, focus.verdict)
+    return page.PageFocus(focus.name, focus.kind, focus.words, scores, focus.verdict, focus.queries)

@@ -179,7 +179,20 @@ def viewed_texts(
     if not any(patch for text in texts for patch in text.patches):
         unknown = ", ".join(dict.fromkeys(sources.unknown.values())) or "none"
         raise InputError("model", expected="tokens that each depend on a part of a picture", got=unknown)
-    return texts, dict(sources.calls)
+    # First the prompt with words and patches, then what other tokens attend to.
+    is_prompt = [bool(text.patches) and text.ids is not None for text in texts]
+    is_source = [False] * len(texts)
+    for queries, keys in sources.calls.values():
+        is_source[keys.stream] |= keys.stream != queries.stream
+    order = sorted(range(len(texts)), key=lambda index: (not is_prompt[index], not is_source[index], index))
+    calls = {
+        place: (
+            queries._replace(stream=order.index(queries.stream)),
+            keys._replace(stream=order.index(keys.stream)),
+        )
+        for place, (queries, keys) in sources.calls.items()
+    }
+    return [texts[index] for index in order], calls
 
 
 def _text_of(

@@ -167,6 +167,47 @@ class HeadView:
 
 
 @dataclass(frozen=True)
+class Region:
+    """Rectangle of a picture, which stands for the patches whose centres lie inside it.
+
+    Attributes:
+        left, top, right, bottom: fractions of the width and height of the picture, from 0 to 1.
+        picture: name of the picture, such as "picture 2" if the prompt has several. All parts of a picture that is
+            shown several times count.
+
+    Raises:
+        InputError: the rectangle is empty, or not inside the picture.
+
+    Example:
+        >>> seen = headwise.view(model, processor, "What is this?", images="cups.png")  # doctest: +SKIP
+        >>> seen.find([headwise.Region(0.5, 0.0, 1.0, 0.5)]).verdict  # doctest: +SKIP
+    """
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    picture: str = "picture"
+
+    def __post_init__(self) -> None:
+        sides = (self.left, self.top, self.right, self.bottom)
+        is_number = all(isinstance(side, int | float) and 0 <= side <= 1 for side in sides)
+        if not is_number or not (self.left < self.right and self.top < self.bottom):
+            raise InputError("region", expected="left < right and top < bottom, from 0 to 1", got=sides)
+
+    def __str__(self) -> str:
+        sides = "-".join(f"{100 * side:.0f}" for side in (self.left, self.right))
+        return f"{self.picture} {sides} % across, {100 * self.top:.0f}-{100 * self.bottom:.0f} % down"
+
+    def has(self, patch: page.Patch, pictures: Sequence[page.Picture]) -> bool:
+        """Return True if the centre of a patch of `pictures` lies in this region."""
+        name = pictures[patch.picture].name
+        across, down = patch.left + patch.width / 2, patch.top + patch.height / 2
+        is_inside = self.left <= across < self.right and self.top <= down < self.bottom
+        return is_inside and (name == self.picture or name.startswith(f"{self.picture},"))
+
+
+@dataclass(frozen=True)
 class HeadFocus:
     """Attention that one head pays to some chosen words (the focus of a search with the method `find`), compared with
     uniform attention.
@@ -213,7 +254,8 @@ class Focus:
         received    mean over query words i outside F of sum_{j in F} A_ij
         exchanged   mean over query words i in F of sum_{j in F, j != i} A_ij
 
-    Query words that are special tokens do not count, nor do words of F that see no other word of F. The *excess* of a
+    With chosen query words, the first mean is over these. Query words that are special tokens do not count unless they
+    were chosen, nor do words of F that see no other word of F. The *excess* of a
     head is its share minus the share of U. A head *has* a focus if its share is at least one half, as for roles, and
     its excess is positive; over at least five texts, the excess must be positive by a t-test over texts, one-sided, at
     5 %, corrected for the number of heads of the model (Bonferroni). Fewer texts are not tested: nearly equal excesses
@@ -223,6 +265,7 @@ class Focus:
         name: name of the focus, for display.
         kind: "received" or "exchanged".
         words: for each text, the indices of the words.
+        queries: for each text, the indices of the words whose attention counts; None for all words outside of F.
         heads: all heads, the one with the largest excess first.
         texts: the texts.
         identities: identity of the model that read each text; None if it is unknown.
@@ -231,6 +274,7 @@ class Focus:
     name: str
     kind: str
     words: tuple[tuple[int, ...], ...]
+    queries: tuple[tuple[int, ...], ...] | None
     heads: tuple[HeadFocus, ...]
     texts: tuple[ViewedText, ...]
     identities: tuple[ModelIdentity | None, ...]
@@ -460,16 +504,24 @@ class View:
             [{**head.identifiers, "role": head.role.name, **head.means} for head in self.heads]
         )
 
-    def find(self, focus: Sequence[Any], *, kind: str = "received", name: str | None = None) -> Focus:
-        """Rank the heads by how much more attention some chosen words receive from other words, or exchange among
-        themselves, than under uniform attention over the same keys. A word stands for all its occurrences in the text.
-        In an encoder-decoder, the words are words of the source. `ViewSet.find` is the same search in several texts.
+    def find(
+        self,
+        focus: Sequence[Any],
+        *,
+        kind: str = "received",
+        queries: Sequence[Any] | None = None,
+        name: str | None = None,
+    ) -> Focus:
+        """Rank the heads by how much more attention some chosen words, or parts of a picture, receive from other words,
+        or exchange among themselves, than under uniform attention over the same keys. A word stands for all its
+        occurrences in the text. In an encoder-decoder, the words are words of the source. `ViewSet.find` is the same
+        search in several texts.
 
         Example:
             >>> seen = headwise.view(model, tokenizer, "Do you like coffee or tea?")  # doctest: +SKIP
             >>> seen.find(["coffee", "tea"]).verdict  # doctest: +SKIP
         """
-        return ViewSet((self,)).find(focus, kind=kind, name=name)
+        return ViewSet((self,)).find(focus, kind=kind, queries=queries, name=name)
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: the first rows of a table of the heads, and an interactive page that shows their
@@ -674,16 +726,25 @@ class ViewSet:
         """
         return require("pandas", purpose="a table", extra="tables").DataFrame(self.records())
 
-    def find(self, focus: Sequence[Any], *, kind: str = "received", name: str | None = None) -> Focus:
-        """Rank the heads by how much more attention some chosen words receive from other words, or exchange among
-        themselves, than under uniform attention over the same keys. The share of attention on these words is a mean
-        over the texts. The difference from uniform attention has a standard error and a test.
+    def find(
+        self,
+        focus: Sequence[Any],
+        *,
+        kind: str = "received",
+        queries: Sequence[Any] | None = None,
+        name: str | None = None,
+    ) -> Focus:
+        """Rank the heads by how much more attention some chosen words, or parts of a picture, receive from other words,
+        or exchange among themselves, than under uniform attention over the same keys. The share of attention on these
+        words is a mean over the texts. The difference from uniform attention has a standard error and a test.
 
         `Focus` has the formulas, and the rule by which a head has a focus.
 
         Args:
-            focus: words that occur in every text, or one list of words (or of indices of words) for each text.
+            focus: words that occur in every text, or one list for each text. A list has words, indices of words, or
+                `Region` objects, which stand for patches of a picture.
             kind: "received" from other words, or "exchanged" between the words.
+            queries: the words whose attention is measured, in the same form; by default all outside of the focus.
             name: name of the focus, for display; by default the words.
 
         Raises:
@@ -695,12 +756,10 @@ class ViewSet:
             raise InputError("kind", expected='"received" or "exchanged"', got=repr(kind))
         if isinstance(focus, str) or not isinstance(focus, Sequence) or not focus:
             raise InputError("focus", expected='a list of words, such as ["coffee", "tea"]', got=repr(focus))
-        is_by_text = all(isinstance(each, Sequence) and not isinstance(each, str) for each in focus)
-        by_text = list(focus) if is_by_text else [focus] * len(self)
-        if len(by_text) != len(self):
-            raise InputError("focus", expected=f"{len(self)} lists of words, one per text", got=len(by_text))
+        if queries is not None and kind != "received":
+            raise InputError("queries", expected='None, or kind="received"', got=f"kind={kind!r}")
         texts = tuple(view.texts[0] for view in self.views)
-        words = tuple(_word_indices(text, chosen) for text, chosen in zip(texts, by_text, strict=True))
+        words = _indices_by_text("focus", focus, texts)
         contents = [
             (None if text.ids is None else text.ids[0].tolist(), [picture.source for picture in text.pictures])
             for text in texts
@@ -709,16 +768,37 @@ class ViewSet:
             if contents.count(content) > 1:  # the test would count one text as two
                 got = f"{text.text[:60]!r} twice"
                 raise InputError("texts", expected="different texts", got=got, remedy="view each text once")
+        rows, of_queries = None, 0
+        if queries is not None:
+            of_queries, rows = self._query_words(queries)
         if name is None:
-            pairs = zip(texts, words, strict=True)
-            name = ", ".join(dict.fromkeys(text.words[index].text for text, chosen in pairs for index in chosen))
+            named = [text.words[index].text for text, chosen in zip(texts, words, strict=True) for index in chosen]
+            lists = focus if _is_by_text(focus) else [focus]
+            regions = [str(each) for chosen in lists for each in chosen if isinstance(each, Region)]
+            name = "regions of the pictures" if len(regions) > 1 else ", ".join(dict.fromkeys(regions or named))
         heads = [
-            _head_focus(self.views, index, words, kind)
+            _head_focus(self.views, index, words, kind, rows)
             for index, head in enumerate(self.views[0].heads)
-            if head.attention.keys == 0 and (kind == "received" or head.attention.queries == 0)
+            if head.attention.keys == 0
+            and (kind == "received" or head.attention.queries == 0)
+            and (rows is None or head.attention.queries == of_queries)
         ]
         heads.sort(key=lambda each: each.excess.value, reverse=True)
-        return Focus(name, kind, words, tuple(heads), texts, tuple(view.identity for view in self.views))
+        identities = tuple(view.identity for view in self.views)
+        return Focus(name, kind, words, rows, tuple(heads), texts, identities)
+
+    def _query_words(self, queries: Sequence[Any]) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """Return the index of the first text of the views that has the words `queries`, and their indices in it. Only
+        texts that attend to the first text are searched.
+        """
+        attending = dict.fromkeys(head.attention.queries for head in self.views[0].heads if head.attention.keys == 0)
+        for of_text in attending:
+            try:
+                return of_text, _indices_by_text("queries", queries, [view.texts[of_text] for view in self.views])
+            except InputError:
+                if of_text == list(attending)[-1]:
+                    raise
+        raise InputError("queries", expected="a text with attention on the first text", got="none")
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: the first rows of a table of the heads, and an interactive page that shows their
@@ -731,32 +811,72 @@ class ViewSet:
         return notebook_html(caption, columns, replace(contents, passages=passages))
 
 
-def _word_indices(text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:
-    """Return the indices of words in a text, in the order of the text. `words` are indices, or strings, which stand for
-    all their occurrences.
+def _is_by_text(words: Sequence[Any]) -> bool:
+    """Return True if `words` has one list of words for each text, and False if it is itself a list of words."""
+    return all(isinstance(each, Sequence) and not isinstance(each, str) for each in words)
+
+
+def _indices_by_text(argument: str, words: Sequence[Any], texts: Sequence[ViewedText]) -> tuple[tuple[int, ...], ...]:
+    """Return, for each text, the indices of words, in the order of the text. `words` is a list of words for all texts,
+    or one list for each. Words are indices, strings, which stand for all their occurrences, or regions of a picture.
+    `argument` is the argument's name for messages.
     """
+    if isinstance(words, str) or not isinstance(words, Sequence) or not words:
+        raise InputError(argument, expected='a list of words, such as ["coffee", "tea"]', got=repr(words))
+    by_text = list(words) if _is_by_text(words) else [words] * len(texts)
+    if len(by_text) != len(texts):
+        raise InputError(argument, expected=f"{len(texts)} lists of words, one per text", got=len(by_text))
+    return tuple(_word_indices(argument, text, chosen) for text, chosen in zip(texts, by_text, strict=True))
+
+
+def _word_indices(argument: str, text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:
+    """Return the indices of words in one text; see `_indices_by_text`."""
     chosen: set[int] = set()
     for word in words:
-        if isinstance(word, int) and not isinstance(word, bool):
+        if isinstance(word, Region):
+            inside = [patch is not None and word.has(patch, text.pictures) for patch in text.patches]
+            found = [index for index, is_inside in zip(text.word_of.tolist(), inside, strict=False) if is_inside]
+            if not found:
+                names = ", ".join(picture.name for picture in text.pictures) or "no picture"
+                raise InputError(argument, expected=f"a region with the centre of a patch ({names})", got=str(word))
+        elif isinstance(word, int) and not isinstance(word, bool):
             if not 0 <= word < len(text.words):
-                raise InputError("focus", expected=f"indices of words from 0 to {len(text.words) - 1}", got=word)
-            chosen.add(word)
-            continue
-        found = [index for index, each in enumerate(text.words) if each.text.casefold() == str(word).strip().casefold()]
-        if not found:
-            shown = ", ".join(dict.fromkeys(each.text for each in text.words[:40]))
-            raise InputError("focus", expected=f"words of the text ({shown})", got=repr(word))
+                raise InputError(argument, expected=f"indices of words from 0 to {len(text.words) - 1}", got=word)
+            found = [word]
+        else:
+            sought = str(word).strip().casefold()
+            found = [index for index, each in enumerate(text.words) if each.text.casefold() == sought]
+            if not found:
+                own = [each for each, index in zip(text.words, _is_patch(text), strict=True) if not index]
+                shown = ", ".join(dict.fromkeys(each.text for each in own[:40]))
+                raise InputError(argument, expected=f"words of the text ({shown})", got=repr(word))
         chosen.update(found)
     if not chosen:
-        raise InputError("focus", expected="at least one word for each text", got="none")
+        raise InputError(argument, expected="at least one word for each text", got="none")
     return tuple(sorted(chosen))
 
 
-def _head_focus(views: Sequence[View], index: int, words: Sequence[tuple[int, ...]], kind: str) -> HeadFocus:
+def _is_patch(text: ViewedText) -> list[bool]:
+    """Return True for each word of a text that is a patch of a picture."""
+    patches = {index for index, patch in zip(text.word_of.tolist(), text.patches, strict=False) if patch is not None}
+    return [index in patches for index in range(len(text.words))]
+
+
+def _head_focus(
+    views: Sequence[View],
+    index: int,
+    words: Sequence[tuple[int, ...]],
+    kind: str,
+    queries: Sequence[tuple[int, ...]] | None,
+) -> HeadFocus:
     """Return how much more attention one head pays to chosen words than under uniform attention, as a mean over texts.
-    `index` is the head's position among the viewed heads, and `words` are the indices of the chosen words in each text.
+    `index` is the head's position among the viewed heads, `words` are the indices of the chosen words in each text, and
+    `queries` those of the words whose attention counts.
     """
-    shares = [_shares(view, view.heads[index], chosen, kind) for view, chosen in zip(views, words, strict=True)]
+    shares = [
+        _shares(view, view.heads[index], chosen, kind, None if queries is None else queries[number])
+        for number, (view, chosen) in enumerate(zip(views, words, strict=True))
+    ]
     share, uniform = (math.fsum(part) / len(shares) for part in zip(*(each[:2] for each in shares), strict=True))
     excesses = [of_text - of_uniform for of_text, of_uniform, _ in shares]
     sums: Counter[str] = Counter()
@@ -773,10 +893,12 @@ def _head_focus(views: Sequence[View], index: int, words: Sequence[tuple[int, ..
     return HeadFocus(views[0].heads[index], index, share, uniform, excess, p, other, other_sum / len(shares))
 
 
-def _shares(view: View, head: HeadView, words: tuple[int, ...], kind: str) -> tuple[float, float, dict[str, float]]:
+def _shares(
+    view: View, head: HeadView, words: tuple[int, ...], kind: str, rows: tuple[int, ...] | None
+) -> tuple[float, float, dict[str, float]]:
     """Return three means over query words, for one head and text: the share of attention on chosen words, the same
-    share under uniform attention, and a dictionary with the share on every other word by name. The query words are the
-    words that were not chosen or, if `kind` is "exchanged", the chosen words.
+    share under uniform attention, and a dictionary with the share on every other word by name. The query words are
+    `rows`. By default they are the words that were not chosen or, if `kind` is "exchanged", the chosen words.
     """
     attention, queries, keys = head.attention, view.texts[head.attention.queries], view.texts[head.attention.keys]
     if not isinstance(attention.weights, page.AllWeights):
@@ -804,13 +926,16 @@ def _shares(view: View, head: HeadView, words: tuple[int, ...], kind: str) -> tu
     in_focus = torch.zeros(len(keys.words), dtype=torch.bool)
     in_focus[list(words)] = True
     is_row = torch.tensor([not word.special for word in queries.words])
+    if rows is not None:
+        is_row = torch.zeros(len(queries.words), dtype=torch.bool)
+        is_row[list(rows)] = True
     columns = in_focus.expand(len(queries.words), -1).clone()
     if kind == "exchanged":
         columns.fill_diagonal_(False)
         is_row &= in_focus & ((uniform * columns).sum(-1) > 0)
     else:
         is_row &= uniform.sum(-1) > 0
-        if attention.queries == attention.keys:
+        if attention.queries == attention.keys and rows is None:
             is_row &= ~in_focus
     if not is_row.any():
         needed = "a word outside of the focus" if kind == "received" else "two words that can attend to each other"

@@ -1,5 +1,6 @@
 """The command `headwise view`."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import headwise as hw
-from headwise.cli.options import Html, ModelFlags, choice, head_name, option
+from headwise.cli.options import Html, ModelFlags, choice, head_name, option, path_option
 from headwise.cli.output import OutputFlags, require_writable_page
 from headwise.errors import InputError
 from headwise.settings import FOCUS_KINDS
@@ -15,8 +16,14 @@ from headwise.settings import FOCUS_KINDS
 
 def view(
     *,
-    text: Annotated[str, typer.Argument(help="The text. - reads standard input, @FILE reads a file.")],
+    text: Annotated[
+        str | None,
+        typer.Argument(help="The text; not needed with --image. - reads standard input, @FILE reads a file."),
+    ] = None,
     model: ModelFlags,
+    image: Annotated[
+        list[Path] | None, path_option("FILE", "Picture that the model reads with the text. Can be repeated.")
+    ] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Treat each line of the text as a text of its own.")] = False,
     layer: Annotated[list[int] | None, option("Show only this layer. Can be repeated.", "N")] = None,
     head: Annotated[
@@ -34,6 +41,17 @@ def view(
             "WORDS",
         ),
     ] = None,
+    region: Annotated[
+        list[str] | None,
+        option(
+            "Rank the heads by the attention on this rectangle of the picture: left,top,right,bottom in percent, such as "
+            "0,0,50,50, or 2:0,0,50,50 in the second picture. Can be repeated.",
+            "SIDES",
+        ),
+    ] = None,
+    queries: Annotated[
+        str | None, option("Words whose attention --focus and --region measure. Default: all other words.", "WORDS")
+    ] = None,
     focus_kind: Annotated[
         str | None,
         choice(FOCUS_KINDS, "Attention that the words of --focus receive from others (the default), or exchange."),
@@ -48,13 +66,14 @@ def view(
     ] = False,
     output: OutputFlags,
 ) -> None:
-    """Show what every head does with a text. Prints each head's role (what the head mostly attends to), its attention
-    statistics averaged over the text, and its strongest attention from one word to another. With --html, also writes an
-    interactive page.
+    """Show what every head does with a text, a picture or both. Prints each head's role (what the head mostly attends
+    to), its attention statistics averaged over the text, and its strongest attention from one word to another. With
+    --html, also writes an interactive page.
 
     Examples:
     headwise view "Which do you like better, coffee or tea?" --focus object=you,coffee,tea --html page.html
     headwise view "Once upon a time" --model smollm2 --generate 40 --html story.html
+    headwise view "What is left of the red circle?" --image scene.png --model FOLDER --html page.html
     cat notes.txt | headwise view - --layer 0 --head 9
     """
     from headwise.data.models import find_model
@@ -62,18 +81,29 @@ def view(
     from headwise.show.records import view_records
     from headwise.show.terminal import print_foci, print_view, print_views
 
-    content = _read_text(text)
-    require_text(content)
-    texts: Any = [line for line in content.splitlines() if line.strip()] if lines else content
+    if text is None and not image:
+        raise InputError("text", expected="a text, or --image", got="neither")
+    content = None if text is None else _read_text(text)
+    texts: Any = content
+    if content is not None:
+        require_text(content)
+        texts = [line for line in content.splitlines() if line.strip()] if lines else content
+    if lines and image:
+        raise InputError("lines", expected="no --image, which belongs to one text", got="--image")
     require_writable_page(html)
     if against is not None and html is None:
         raise InputError("against", expected="--html, whose page compares both models", got="no --html")
+    if queries is not None and not (focus or region):
+        raise InputError("queries", expected="--focus or --region, which they attend to", got="neither")
     if focus_kind is not None and not focus:
         raise InputError("focus-kind", expected="--focus, whose words receive or exchange attention", got="no --focus")
     other = None if against is None else find_model(against, argument="against")
     options = {"generate": generate, "truncate": truncate, "progress": not output.quiet}
+    options |= {"images": image} if image else {}
     seen = _view(model, model.find(), texts, options).select(layer or (), head or ())
-    foci = [_find(seen, each, focus_kind or FOCUS_KINDS[0]) for each in focus or ()]
+    words = None if queries is None else _words("queries", queries)
+    foci = [_find(seen, each, focus_kind or FOCUS_KINDS[0], words) for each in focus or ()]
+    foci += [seen.find([_region(each, len(image or ()))], queries=words) for each in region or ()]
     if html is not None:
         compared = () if other is None else (_view(model, other, texts, options).select(layer or (), head or ()),)
         hw.write_page(html, seen, against=compared, foci=foci)
@@ -92,23 +122,43 @@ def _view(flags: ModelFlags, source: Any, texts: Any, options: dict[str, Any]) -
     """Load a model, and return the attention of its heads on one text (`View`), or on each of several texts
     (`ViewSet`).
     """
-    tokenizer = source.tokenizer()
-    loaded = flags.load(source, source.lm_head() if options["generate"] else None)
-    seen: hw.View | hw.ViewSet = hw.view(loaded, tokenizer, texts, title=source.title, **options)
+    if "images" in options:
+        from headwise.data.models import SAVED
+
+        processor, head = source.processor(), SAVED
+    else:
+        processor, head = source.tokenizer(), source.lm_head() if options["generate"] else None
+    seen: hw.View | hw.ViewSet = hw.view(flags.load(source, head), processor, texts, title=source.title, **options)
     return seen
 
 
-def _find(seen: "hw.View | hw.ViewSet", focus: str, kind: str) -> "hw.Focus":
+def _find(seen: "hw.View | hw.ViewSet", focus: str, kind: str, queries: list[str] | None) -> "hw.Focus":
     """Rank the heads by the attention on the words that the option --focus names. `focus` has the form "word,word", or
     "name=word,word".
     """
     name, separator, words = focus.rpartition("=")
     if not separator or not name.strip():
         name, words = "", focus
-    chosen = [word for word in words.split(",") if word.strip()]
+    return seen.find(_words("focus", words), kind=kind, queries=queries, name=name.strip() or None)
+
+
+def _words(argument: str, text: str) -> list[str]:
+    """Return the words of an option such as "coffee,tea"."""
+    chosen = [word for word in text.split(",") if word.strip()]
     if not chosen:
-        raise InputError("focus", expected="words between commas, such as coffee,tea", got=repr(focus))
-    return seen.find(chosen, kind=kind, name=name.strip() or None)
+        raise InputError(argument, expected="words between commas, such as coffee,tea", got=repr(text))
+    return chosen
+
+
+def _region(text: str, pictures: int) -> "hw.Region":
+    """Return the region that the option --region names, such as "0,0,50,50" or "2:0,0,50,50", in percent."""
+    match = re.fullmatch(r"(?:(\d+):)?(\d+\.?\d*),(\d+\.?\d*),(\d+\.?\d*),(\d+\.?\d*)", text.strip())
+    if match is None:
+        expected = "left,top,right,bottom in percent, such as 0,0,50,50"
+        raise InputError("region", expected=expected, got=repr(text))
+    number, *sides = match.groups()
+    name = "picture" if pictures == 1 and number in (None, "1") else f"picture {number or 1}"
+    return hw.Region(*(float(side) / 100 for side in sides), picture=name)
 
 
 def _read_text(text: str) -> str:

@@ -30,6 +30,9 @@ TOKENIZER_FILES = (
 )
 """Files of tokenizers; a folder with a tokenizer has at least one of them."""
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files of processors of pictures and sound; a folder with a processor has at least one of them."""
+
 AUTO_CLASSES = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 """The class of `transformers` that loads a model with each kind of language-model head, or without one."""
 
@@ -116,10 +119,38 @@ class ModelSource:
                 raise InputError("tokenizer", expected=f"a tokenizer in {self.name!r}", got=got)
         return self._from_pretrained("tokenizer", "AutoTokenizer")
 
+    def processor(self) -> Any:
+        """Return the processor of a model that reads pictures or sound, which prepares these and the text."""
+        self.config()  # a broken model is reported as one
+        if not self.has_processor:
+            got = f"none of {', '.join(PROCESSOR_FILES)}"
+            raise InputError("model", expected=f"a model that reads pictures in {self.name!r}", got=got)
+        try:
+            return self._from_pretrained("processor", "AutoProcessor")
+        except InputError:
+            return self._from_pretrained("processor", "AutoImageProcessor")
+
+    @cached_property
+    def has_processor(self) -> bool:
+        """True if the model has a processor of pictures or sound."""
+        if self.is_gguf:
+            return False
+        folder = Path(self.location)
+        if folder.is_dir():
+            return any((folder / file).is_file() for file in PROCESSOR_FILES)
+        from transformers.utils import cached_file
+
+        missing = {"_raise_exceptions_for_missing_entries": False, "revision": self.options.get("revision")}
+        with suppress(OSError):  # of the hub
+            return any(cached_file(self.location, file, **missing) for file in PROCESSOR_FILES)
+        return False
+
     def tokenizer_if_any(self) -> Any:
-        """Return the tokenizer of the model. Return None if there is none and the model reads other data than token
-        ids, such as images.
+        """Return the processor of a model that reads pictures or sound, and the tokenizer of another model. Return None
+        if there is none and the model reads other data than token ids.
         """
+        if self.has_processor:
+            return self.processor()
         try:
             return self.tokenizer()
         except InputError:
@@ -193,7 +224,7 @@ class ModelSource:
 
     def _from_pretrained(self, argument: str, auto_class: str, **options: Any) -> Any:
         """Call `from_pretrained` of the class of `transformers` named `auto_class`, and return the result. Any failure
-        becomes an `InputError` about `argument`, which is "model" or "tokenizer".
+        becomes an `InputError` about `argument`, which is "model", "tokenizer" or "processor".
         """
         transformers = _transformers()
         loader, (location, files) = getattr(transformers, auto_class), self._files
@@ -217,8 +248,8 @@ def load(
 ) -> LoadedModel:
     """Load a model and its tokenizer by name: "minilm" or "smollm2" (small models in Python packages), a folder in
     Hugging Face format, or a hub id. The result has the attributes `model`, `tokenizer` and `title`. It can be unpacked
-    into model and tokenizer. The tokenizer is None if the model has none and reads other data than token ids, such as
-    images.
+    into model and tokenizer. For a model that reads pictures or sound, the second one is its processor. It is None if
+    the model has none and reads other data than token ids.
 
     Args:
         name: the model's name.

@@ -82,8 +82,8 @@ class PageModel:
 
 @dataclass(frozen=True)
 class Picture:
-    """Picture on an HTML page of which tokens of a model are patches: an image, a frame of a video, the spectrogram of a
-    sound, or the curve of a time series.
+    """Picture on an HTML page of which tokens of a model are patches: an image, a frame of a video, the spectrogram of
+    a sound, or the curve of a time series.
 
     Attributes:
         name: name for display, such as "picture 1".
@@ -111,8 +111,8 @@ class Patch(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """Text on an HTML page, as tokens and words. These tokens are the queries or the keys of the attention that the page
-    shows; in self-attention, they are both. Some or all of the tokens can be patches of pictures.
+    """Text on an HTML page, as tokens and words. These tokens are the queries or the keys of the attention that the
+    page shows; in self-attention, they are both. Some or all of the tokens can be patches of pictures.
 
     Attributes:
         name: name for display, such as "text" or "source".
@@ -269,6 +269,7 @@ class PageFocus:
     Attributes:
         kind: "received" or "exchanged".
         words: for each passage, the indices of the words.
+        queries: for each passage, the indices of the words whose attention counts; None for all other words.
         scores: the heads, the one with the most attention above uniform attention first.
         verdict: which heads have the focus, in a sentence.
     """
@@ -278,6 +279,7 @@ class PageFocus:
     words: tuple[tuple[int, ...], ...]
     scores: tuple[FocusScore, ...]
     verdict: str
+    queries: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
