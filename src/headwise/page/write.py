@@ -25,8 +25,8 @@ from torch import Tensor
 
 from headwise.errors import require
 from headwise.page.columns import Columns
-from headwise.page.contents import AllWeights, Contents, HeadAttention, LargestWeights, Passage
-from headwise.shapes import Float
+from headwise.page.contents import AllWeights, Contents, HeadAttention, LargestWeights, Passage, Side
+from headwise.shapes import Bool, Float, Int
 from headwise.wording import counted
 
 DENSE_WEIGHTS = 1 << 20
@@ -34,6 +34,9 @@ DENSE_WEIGHTS = 1 << 20
 
 LISTED_WEIGHTS = 2_400_000
 """Number of weights in pages that leave small weights out."""
+
+LISTED_OF_WORDS, LISTED_OF_PATCHES = 700_000, 600_000
+"""Numbers of weights, of queries that are words and of those that are patches, in such pages of texts with pictures."""
 
 LISTED_KEYS = 32
 """Largest number of keys that are listed for a query."""
@@ -45,9 +48,14 @@ def page_json(contents: Contents) -> tuple[dict[str, Any], dict[str, str]]:
     """
     arrays = {"values": _float32(*(model.estimates[part] for part in range(3) for model in contents.models))}
     role_indices = {role.name: place for place, role in enumerate(contents.roles)} | {None: None}
-    rows = iter(
-        stored_rows([head for passage in contents.passages for heads in passage.heads for head in heads if head])
-    )
+    attention = [
+        (head, _of_patches(passage.sides[head.queries]))
+        for passage in contents.passages
+        for heads in passage.heads
+        for head in heads
+        if head
+    ]
+    rows = iter(stored_rows([head for head, _ in attention], [patches for _, patches in attention]))
     values = {
         "title": contents.title,
         "notes": contents.notes,
@@ -138,11 +146,22 @@ def _passage_json(
     }
 
 
-def stored_rows(heads: Sequence[HeadAttention]) -> list[tuple[str, bytes]]:
+def _of_patches(side: Side) -> Bool[Tensor, " tokens"]:
+    """Return which tokens of a side are patches; none if all are patches or special tokens."""
+    is_patch = torch.tensor([patch is not None for patch in side.patches or (None,) * len(side.tokens)])
+    return is_patch & bool((~is_patch & ~torch.tensor(side.special)).any())
+
+
+def stored_rows(
+    heads: Sequence[HeadAttention], of_patches: Sequence[Tensor] | None = None
+) -> list[tuple[str, bytes]]:
     """Return the attention weights of each head as bytes, with the name of their format. If a page has at most
     `DENSE_WEIGHTS` weights, all are stored, with 16 bits each ("dense"). Otherwise about `LISTED_WEIGHTS` weights are
     stored, with 8 bits each, rounded down ("sparse"). Half of them are the largest weights of each query, the same
     number for every query. The other half are the largest of the remaining weights.
+
+    `of_patches` has a boolean tensor for each head, which is True at queries that are patches of a text with other words. Such queries are many, and their weights
+    are rarely read: `LISTED_OF_WORDS` weights are those of other queries, and `LISTED_OF_PATCHES` those of patches.
     """
     dense = [head.weights.weights for head in heads if isinstance(head.weights, AllWeights)]
     if len(dense) == len(heads) and sum(weights.numel() for weights in dense) <= DENSE_WEIGHTS:
@@ -155,25 +174,38 @@ def stored_rows(heads: Sequence[HeadAttention]) -> list[tuple[str, bytes]]:
             weights = head.weights.weights
             top = weights.topk(min(LISTED_KEYS, weights.shape[-1]))
             listed.append(LargestWeights(top.indices, top.values, weights.sum(-1)))
-    queries = sum(len(each.weights) for each in listed)
-    least = LISTED_WEIGHTS // 2 // max(queries, 1)
-    others = torch.cat([each.weights[:, least:].flatten() for each in listed])
-    excess = len(others) - (LISTED_WEIGHTS - least * queries)
-    threshold = float(others.kthvalue(excess).values) if excess > 0 else 0.0
+    if of_patches is None:
+        of_patches = [torch.zeros(len(each.weights), dtype=torch.bool) for each in listed]
+    budgets = {False: LISTED_WEIGHTS, True: 0}
+    if any(patches.any() for patches in of_patches):
+        budgets = {False: LISTED_OF_WORDS, True: LISTED_OF_PATCHES}
+    least, threshold = [torch.zeros(2, dtype=dtype) for dtype in (torch.int64, torch.float32)]
+    for is_patch, budget in budgets.items():
+        rows = [each.weights[patches == is_patch] for each, patches in zip(listed, of_patches, strict=True)]
+        queries = sum(map(len, rows))
+        least[int(is_patch)] = number = budget // 2 // max(queries, 1)
+        others = torch.cat([each[:, number:].flatten() for each in rows]) if rows else torch.empty(0)
+        excess = len(others) - (budget - number * queries)
+        threshold[int(is_patch)] = float(others.kthvalue(excess).values) if excess > 0 else 0.0
     return [
-        ("sparse", _sparse_bytes(each, head.number_of_keys, least, threshold))
-        for each, head in zip(listed, heads, strict=True)
+        ("sparse", _sparse_bytes(each, head.number_of_keys, least[group], threshold[group]))
+        for each, head, group in zip(listed, heads, (patches.long() for patches in of_patches), strict=True)
     ]
 
 
-def _sparse_bytes(listed: LargestWeights, number_of_keys: int, least: int, threshold: float) -> bytes:
+def _sparse_bytes(
+    listed: LargestWeights,
+    number_of_keys: int,
+    least: Int[Tensor, " queries"],
+    threshold: Float[Tensor, " queries"],
+) -> bytes:
     """Return the stored attention weights of one head in the format "sparse", as bytes. These are: the number of stored
     weights; for each query, the number of its stored weights and the sum of all its weights; the keys, ascending for
     each query; and the weights. Stored are the `least` largest weights of each query, and those above `threshold`. A
     key has two bytes if that is enough for `number_of_keys`, otherwise four.
     """
     rank = torch.arange(listed.weights.shape[1])
-    is_stored = (listed.weights > 0) & ((rank < least) | (listed.weights > threshold))
+    is_stored = (listed.weights > 0) & ((rank < least[:, None]) | (listed.weights > threshold[:, None]))
     past_all_keys = torch.iinfo(listed.keys.dtype).max
     keys, order = listed.keys.masked_fill(~is_stored, past_all_keys).sort(dim=1)  # those that are stored come first
     is_stored, weights = is_stored.gather(1, order), listed.weights.gather(1, order)

@@ -90,7 +90,10 @@ export function createCells(app) {
       return;
     }
     // On paper all cells are visible, and there is no time to wait until they come on screen.
-    for (const index of print.matches ? [...stale] : onScreen) if (stale.delete(index)) paint(index);
+    const indices = (print.matches ? [...stale] : [...onScreen]).filter(index => stale.delete(index));
+    // Sizes are read before the first change, because each change would make the browser compute the layout again.
+    const sizes = indices.map(index => canvasSize(buttons[index].firstElementChild));
+    indices.forEach((index, place) => paint(index, sizes[place]));
   }
 
   /** Paint one cell after the other, so that the page answers in between. */
@@ -107,14 +110,16 @@ export function createCells(app) {
       button.querySelector(".cell-share").textContent = overlay ? formatPercent(overlay.share) : "";
       if (overlay) {
         const canvas = element("canvas", {"aria-hidden": "true"});
-        drawOverlay(canvas, image, overlay, canvasSize(button.firstElementChild), state.get("opacity") / 100);
+        // All cells have the same size.
+        started.size ??= canvasSize(button.firstElementChild);
+        drawOverlay(canvas, image, overlay, started.size, state.get("opacity") / 100);
         button.firstElementChild.replaceChildren(canvas);
       } else button.firstElementChild.replaceChildren(emptyCell());
     }
     started.isBusy = false;
   }
 
-  function paint(index) {
+  function paint(index, size) {
     buttons[index].querySelector(".cell-share").textContent = "";
     const picture = buttons[index].firstElementChild;
     const {tiles, statistic, scale} = painting;
@@ -126,6 +131,7 @@ export function createCells(app) {
         picture,
         tiles.map(heads => heads[index]),
         page.role(app.model(), index),
+        size,
       );
     } else {
       const role = page.role(app.model(), index);
@@ -173,13 +179,12 @@ function paintSquare(picture, value, colour) {
   picture.replaceChildren(square);
 }
 
-function paintTiles(picture, tiles, role) {
+function paintTiles(picture, tiles, role, size) {
   if (tiles.some(each => !each)) {
     picture.replaceChildren(emptyCell());
     return;
   }
   const canvas = element("canvas", {"aria-hidden": "true"});
-  const size = canvasSize(picture);
   if (tiles.length === 2) {
     const stops = scaleStops("diverging");
     drawDifference(canvas, tiles[0], tiles[1], size, part => scaleColour(stops, (part + 1) / 2));

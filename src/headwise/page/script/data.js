@@ -5,8 +5,9 @@ import {tilesOf} from "./tiles.js";
 import {differentKinds, headKinds, nounsOf} from "./kinds.js";
 import {differingParts, shortened, unitsOf} from "./words.js";
 
-/** Number of heads whose decompressed attention is kept. */
+/** Numbers of heads whose decompressed attention, and whose attention between words, is kept. */
 const KEPT_HEADS = 16;
+const KEPT_MATRICES = 128;
 
 /** Return the decompressed content of a data element of the page. */
 async function blobOf(id) {
@@ -53,8 +54,9 @@ export async function loadContents() {
       if (!head) return null;
       const [rows, columns] = head.tiles;
       const [queries, keys] = [head.queries, head.keys].map(side => sides[side].tokens.length);
-      const codes = bytes.subarray(offset, (offset += rows * columns));
-      return tilesOf(rows, columns, queries, keys, Float32Array.from(codes, code => table[code]));
+      const weights = new Float32Array(rows * columns);
+      for (let tile = 0; tile < weights.length; tile++) weights[tile] = table[bytes[offset++]];
+      return tilesOf(rows, columns, queries, keys, weights);
     });
   }, 4);
 
@@ -83,7 +85,7 @@ export async function loadContents() {
     const stored = passages[passage].heads[model][head];
     const {rows, visible} = await attention(passage, model, head);
     return unitMatrix(rows, visible, units(passage, stored.queries, merged), units(passage, stored.keys, merged));
-  }, KEPT_HEADS);
+  }, KEPT_MATRICES);
 
   // A prompt with pictures has many rows of patches, so its page opens with the rows of the words that the model generated.
   const generated = passages.some(({sides}) => sides.some(side => side.pictures.length && side.generated !== null));

@@ -3,14 +3,17 @@ import {element, formatPercent, formatPercentAtLeast} from "./dom.js";
 import {receivedAttention} from "./attention.js";
 import {shortened} from "./words.js";
 
+/** Number of parts that are in one column. */
+const MOST_IN_A_COLUMN = 8;
+
 /** Why the shares state attention on sinks separately. */
 const SINKS =
   "Attention on the first token and on special tokens is mostly a default of a head and not attention on content " +
   "(attention sinks, Xiao et al. 2023), so averages that include it mislead.";
 
 /**
- * Return the mean shares of the attention of rows, [{name, share, isSink}], in the order of the text and without parts that
- * do not occur. The parts are disjoint and cover all keys; "not stored" is attention on keys that the page does not list.
+ * Return the mean shares of the attention of rows, [{name, share, isSink}], in the order of the text, sinks last, and without
+ * parts that get no attention, as those that the rows do not see. The parts are disjoint and cover all keys; "not stored" is attention on keys that the page does not list.
  *
  * @param matrix matrix of a head
  * @param rows flags of the rows that count
@@ -34,7 +37,7 @@ export function attentionShares(matrix, rows) {
     const counted = matrix.rest.filter((_, query) => rows[query]);
     add("not stored", counted.reduce((sum, rest) => sum + rest, 0) / Math.max(counted.length, 1));
   }
-  return [...parts.values()].sort((a, b) => a.isSink - b.isSink);
+  return [...parts.values()].filter(({share}) => share > 0).sort((a, b) => a.isSink - b.isSink);
 }
 
 /** Return true if the parts of a matrix differ in kind: words and patches, or a prompt and what was generated from it. */
@@ -65,7 +68,7 @@ export function fillShares(root, matrix, active, {rows}) {
   });
   root.replaceChildren(
     element("h3", {}, "Shares of this attention"),
-    element("ol", {class: "bars"}, ...items),
+    element("ol", {class: `bars${items.length > MOST_IN_A_COLUMN ? " many" : ""}`}, ...items),
     element("p", {class: "soft"}, SINKS),
   );
 }

@@ -11,9 +11,8 @@ export function tileOf(token, tokens, tiles) {
 
 /** Return the number of tokens of each row or column of tiles. */
 export function tileSizes(tokens, tiles) {
-  const sizes = new Int32Array(tiles);
-  for (let token = 0; token < tokens; token++) sizes[tileOf(token, tokens, tiles)] += 1;
-  return sizes;
+  const firstOf = tile => Math.ceil((tile * tokens) / tiles);
+  return Int32Array.from({length: tiles}, (_, tile) => firstOf(tile + 1) - firstOf(tile));
 }
 
 /** Return the tiles of a head between a number of queries and a number of keys. */
