@@ -90,7 +90,9 @@ def test_each_token_stands_for_the_patch_whose_change_it_shows(name, size, count
             changed, (left, top, right, bottom) = inverted(pictures[chosen], *(0.9 * each for each in place[1:]))
             others = dict(case.inputs(*pictures[:chosen], changed, *pictures[chosen + 1 :]))
             after = tokens_at(model, head.module, others, index=index)
-            has_changed = ((after - before).abs().amax(-1) > 1e-3 * before.abs().max()).tolist()
+            # Pix2Struct divides a picture by the standard deviation of its colours, which the square changes.
+            least = 0.05 if name == "Pix2Struct" else 1e-3
+            has_changed = ((after - before).abs().amax(-1) > least * before.abs().max()).tolist()
             for token, patch in enumerate(text.patches):
                 if patch is None:
                     assert not has_changed[token]
