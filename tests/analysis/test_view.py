@@ -194,11 +194,11 @@ class TestInputs:
                 {"model": torch.nn.Embedding(60000, 2).eval()},
                 "model: expected attention in a way that can be seen, got none in Embedding",
             ),
-            ({"tokenizer": None}, "tokenizer: expected a transformers tokenizer, got NoneType"),
+            ({"processor": None}, "tokenizer: expected a transformers tokenizer, got NoneType"),
         ],
     )
     def test_wrong_types_are_refused(self, minilm, change, message):
-        arguments = {"model": minilm.model, "tokenizer": minilm.tokenizer, "text": "hi"} | change
+        arguments = {"model": minilm.model, "processor": minilm.tokenizer, "text": "hi"} | change
         with pytest.raises(hw.InputError, match="^" + message):
             view(**arguments)
 

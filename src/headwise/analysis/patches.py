@@ -174,11 +174,10 @@ def patches_of(
             sides.append((low, high - low))
         (left, width), (top, height) = sides
         if min(width, height) < WHOLE:
-            of_picture, of_part = int(pairs[1, index]), int(pairs[2, index])
-            boxes[number] = of_picture, of_part, Patch(0, left, top, width, height)
+            boxes[number] = int(pairs[1, index]), int(pairs[2, index]), Patch(0, left, top, width, height)
     shown_of_part, shown = _shown_pictures(list(boxes.values()))
-    for number, (_, of_part, patch) in boxes.items():
-        patches[number] = patch._replace(picture=shown_of_part[of_part])
+    for number, (of_picture, of_part, patch) in boxes.items():
+        patches[number] = patch._replace(picture=shown_of_part[of_picture, of_part])
     return shown, patches
 
 
@@ -189,7 +188,7 @@ def _spacing(places: Float[Tensor, " elements"], picture: Int[Tensor, " elements
     return float(steps.median()) if len(steps) else 0.0
 
 
-def _shown_pictures(boxes: Sequence[tuple[int, int, Patch]]) -> tuple[dict[int, int], list[ShownPicture]]:
+def _shown_pictures(boxes: Sequence[tuple[int, int, Patch]]) -> tuple[dict[tuple[int, int], int], list[ShownPicture]]:
     """Return the index of the shown picture of each part, and the shown pictures. `boxes` are a picture, a part of it
     and a patch. Parts of a picture that overlap are shown in different pictures.
     """
@@ -210,7 +209,7 @@ def _shown_pictures(boxes: Sequence[tuple[int, int, Patch]]) -> tuple[dict[int, 
             fitting = [len(layers)]
             layers.append((picture, []))
         layers[fitting[0]][1].append(box)
-        shown_of_part[part] = fitting[0]
+        shown_of_part[picture, part] = fitting[0]
     return shown_of_part, [ShownPicture(picture, len(others)) for picture, others in layers]
 
 

@@ -98,7 +98,8 @@ def view(
         model: any model that `watch` can intercept, in evaluation mode: of `transformers`, or a module that takes token
             ids `(1, tokens)` or pixels `(1, channels, height, width)`. Of an encoder-decoder without pictures, the
             encoder is viewed unless there is a target or generated text.
-        processor: its tokenizer or, with pictures, its processor, of `transformers`. None if `images` is a tensor.
+        processor: its tokenizer or, with pictures, its processor, of `transformers`. Options of the processor are bound
+            by `functools.partial(processor, max_patches=512)`. None if `images` is a tensor.
         text: one text, which is not split, or a list of texts. None for a model that reads pictures alone. With
             pictures, a text without the model's token for a picture, such as `<image>`, becomes the message of a user
             by the processor's chat template.
@@ -180,7 +181,8 @@ def _view_pictures(
 ) -> View:
     """Return the attention of each head on a prompt with pictures; `shown` are the last arguments of `view_of`."""
     require_module(model)
-    tokenizer = None if processor is None else getattr(processor, "tokenizer", None)
+    # `functools.partial` binds options of a processor, which is its attribute `func`.
+    tokenizer = getattr(getattr(processor, "func", processor), "tokenizer", None)
     prompt = picture_prompt(model, processor, text, images)
     inputs, logits = prompt.inputs, None
     if generate:

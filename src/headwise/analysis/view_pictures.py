@@ -62,7 +62,7 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
     if not pictures:
         raise InputError("images", expected="at least one picture", got="an empty list")
     if text is not None:
-        text = _with_picture_tokens(processor, text, len(pictures))
+        text = _with_picture_tokens(getattr(processor, "func", processor), text, len(pictures))
 
     def process(changed: Sequence[Any]) -> dict[str, Tensor]:
         arguments = {"images": list(changed), "return_tensors": "pt"} | ({} if text is None else {"text": text})

@@ -894,11 +894,11 @@ def _head_focus(
 
 
 def _shares(
-    view: View, head: HeadView, words: tuple[int, ...], kind: str, rows: tuple[int, ...] | None
+    view: View, head: HeadView, words: tuple[int, ...], kind: str, chosen: tuple[int, ...] | None
 ) -> tuple[float, float, dict[str, float]]:
     """Return three means over query words, for one head and text: the share of attention on chosen words, the same
     share under uniform attention, and a dictionary with the share on every other word by name. The query words are
-    `rows`. By default they are the words that were not chosen or, if `kind` is "exchanged", the chosen words.
+    `chosen`. By default they are the words that were not chosen or, if `kind` is "exchanged", the chosen words.
     """
     attention, queries, keys = head.attention, view.texts[head.attention.queries], view.texts[head.attention.keys]
     if not isinstance(attention.weights, page.AllWeights):
@@ -926,16 +926,16 @@ def _shares(
     in_focus = torch.zeros(len(keys.words), dtype=torch.bool)
     in_focus[list(words)] = True
     is_row = torch.tensor([not word.special for word in queries.words])
-    if rows is not None:
+    if chosen is not None:
         is_row = torch.zeros(len(queries.words), dtype=torch.bool)
-        is_row[list(rows)] = True
+        is_row[list(chosen)] = True
     columns = in_focus.expand(len(queries.words), -1).clone()
     if kind == "exchanged":
         columns.fill_diagonal_(False)
         is_row &= in_focus & ((uniform * columns).sum(-1) > 0)
     else:
         is_row &= uniform.sum(-1) > 0
-        if attention.queries == attention.keys and rows is None:
+        if attention.queries == attention.keys and chosen is None:
             is_row &= ~in_focus
     if not is_row.any():
         needed = "a word outside of the focus" if kind == "received" else "two words that can attend to each other"

@@ -378,11 +378,12 @@ Attention that computes something else than softmax of its scores does not.
 
 class ViewedRows(NamedTuple):
     """Tokens of a text that are the queries or keys of an attention call: the index of the text, and for each sequence
-    of the call the index of its first token in the text.
+    of the call the index of its first token in the text. `count` is their number in each sequence.
     """
 
     text: int
     starts: tuple[int, ...]
+    count: int
 
     @staticmethod
     def of(tokens: CallTokens) -> "ViewedRows | None":
@@ -390,7 +391,7 @@ class ViewedRows(NamedTuple):
         first, count = tokens.rows[:, :1], tokens.rows.shape[1]
         if not torch.equal(tokens.rows, first + torch.arange(count)):
             return None
-        return ViewedRows(tokens.stream, tuple(first[:, 0].tolist()))
+        return ViewedRows(tokens.stream, tuple(first[:, 0].tolist()), count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -567,7 +568,7 @@ class Viewer(SiteRegistry):
             source, target = 0, len(lengths) - 1
             if not target or (grid.queries, grid.keys) != (lengths[-1], lengths[0]):
                 return None
-            return ViewedRows(target, (0,)), ViewedRows(source, (0,))
+            return ViewedRows(target, (0,), grid.queries), ViewedRows(source, (0,), grid.keys)
         fitting = [index for index, length in enumerate(lengths) if grid.queries == grid.keys == length]
         if len(fitting) > 1:
             texts = {index: self._texts[index].ids for index in fitting}
@@ -576,7 +577,7 @@ class Viewer(SiteRegistry):
                 for index, ids in texts.items()
                 if ids is not None and call.tokens.ids is not None and torch.equal(ids.cpu(), call.tokens.ids.cpu())
             ]
-        return (ViewedRows(fitting[0], (0,)),) * 2 if len(fitting) == 1 else None
+        return (ViewedRows(fitting[0], (0,), grid.keys),) * 2 if len(fitting) == 1 else None
 
     def head_views(self) -> Iterator[HeadView]:
         """Yield the `HeadView` of each head, in the order of layers and heads. If every module attended once, heads

@@ -44,7 +44,7 @@ def view(
     region: Annotated[
         list[str] | None,
         option(
-            "Rank the heads by the attention on this rectangle of the picture: left,top,right,bottom in percent, such as "
+            "Rank the heads by the attention on this part of the picture: left,top,right,bottom in percent, such as "
             "0,0,50,50, or 2:0,0,50,50 in the second picture. Can be repeated.",
             "SIDES",
         ),

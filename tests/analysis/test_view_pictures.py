@@ -1,0 +1,305 @@
+"""Views of prompts with pictures. The oracle changes a small square of a picture in a model whose attention has zero
+weights, and observes which tokens change.
+"""
+
+import base64
+import functools
+import io
+import re
+
+import pytest
+import torch
+import transformers
+from PIL import Image, ImageOps
+
+import headwise as hw
+import multimodal
+import tiny
+
+FAMILIES = [name for name in multimodal.NAMES if name not in ("Whisper", "PatchTST", "Florence-2")]
+
+SQUARE = 0.06
+"""Width and height of the changed square, as a fraction of the picture."""
+
+BLUR = 0.1
+"""Largest distance, as a fraction of the picture, over which resizing mixes pixels."""
+
+
+def without_attention(model):
+    """Return the model with attention whose outputs are zero, because its weights are."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and "att" in path and not re.search(r"(q_proj|k_proj|query|key)$", path):
+            torch.nn.init.zeros_(module.weight)
+            if module.bias is not None:
+                torch.nn.init.zeros_(module.bias)
+    return model
+
+
+def tokens_at(model, path, inputs, *, index):
+    """Return the tokens that an attention module receives: argument number `index` of its float tensors."""
+    received = []
+
+    def read(module, arguments, named):
+        tensors = [each for each in (*arguments, *named.values()) if isinstance(each, torch.Tensor)]
+        tensors = [each for each in tensors if each.is_floating_point() and 1 < each.ndim < 4]
+        received.append(tensors[index].flatten(0, -2))
+
+    with model.get_submodule(path).register_forward_pre_hook(read, with_kwargs=True), torch.no_grad():
+        model(**inputs)
+    return received[0]
+
+
+def inverted(picture, left, top):
+    """Return a picture in which the colours of a small square are inverted."""
+    box = [round(side) for side in (left * picture.width, top * picture.height)]
+    size = [max(round(SQUARE * side), 3) for side in picture.size]
+    region = (*box, box[0] + size[0], box[1] + size[1])
+    changed = picture.copy()
+    changed.paste(ImageOps.invert(picture.crop(region)), region[:2])
+    return changed, [region[axis] / picture.size[axis % 2] for axis in range(4)]
+
+
+CASES = [pytest.param(name, size, 1, id=f"{name}, {size}", marks=[] if size == 1 else [pytest.mark.slow])
+         for name in FAMILIES for size in range(3)]  # fmt: skip
+CASES += [pytest.param(name, 1, 2, id=f"{name}, two pictures", marks=[pytest.mark.slow])
+          for name in FAMILIES if multimodal.ENTRIES[name].several]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "size", "count"), CASES)
+@pytest.mark.filterwarnings("ignore:attention")
+def test_each_token_stands_for_the_patch_whose_change_it_shows(name, size, count):
+    case = multimodal.case(name)
+    sizes = case.sizes[size:] + case.sizes[:size]
+    pictures = [case.picture(each, seed) for seed, each in enumerate(sizes[:count])]
+    processor = functools.partial(case.processor, max_patches=47) if name == "Pix2Struct" else case.processor
+    seen = hw.view(case.model, processor, case.prompt(count), images=pictures)
+    model = without_attention(case.model)
+    inputs = dict(case.inputs(*pictures))
+    generator = torch.Generator().manual_seed(size)
+    checked = 0
+    for number, text in enumerate(seen.texts):
+        heads = [head for head in seen.heads if head.attention.keys == number]
+        if not heads or not text.patches:
+            continue
+        head = heads[0]
+        index = int(head.attention.queries != number)
+        before = tokens_at(model, head.module, inputs, index=index)
+        assert len(before) == len(text.tokens)
+        for place in torch.rand(12, 3, generator=generator).tolist():
+            chosen = int(place[0] * count)
+            changed, (left, top, right, bottom) = inverted(pictures[chosen], *(0.9 * each for each in place[1:]))
+            others = dict(case.inputs(*pictures[:chosen], changed, *pictures[chosen + 1 :]))
+            after = tokens_at(model, head.module, others, index=index)
+            # Pix2Struct divides a picture by the standard deviation of its colours, which the square changes.
+            least = 0.05 if name == "Pix2Struct" else 1e-3
+            has_changed = ((after - before).abs().amax(-1) > least * before.abs().max()).tolist()
+            for token, patch in enumerate(text.patches):
+                if patch is None:
+                    assert not has_changed[token]
+                    continue
+                is_of_picture = text.pictures[patch.picture].name.startswith(
+                    f"picture {chosen + 1}"[: 99 if count > 1 else 7]
+                )
+                x, y = (left + right) / 2, (top + bottom) / 2
+                is_inside = patch.left <= x <= patch.left + patch.width and patch.top <= y <= patch.top + patch.height
+                is_near = patch.left - BLUR <= right and left <= patch.left + patch.width + BLUR
+                is_near &= patch.top - BLUR <= bottom and top <= patch.top + patch.height + BLUR
+                assert has_changed[token] or not (is_of_picture and is_inside)
+                assert (is_of_picture and is_near) or not has_changed[token]
+                checked += has_changed[token]
+    assert checked > 5
+
+
+SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 37}
+
+
+def vit(**options):
+    """Return a tiny vision transformer with 3 x 3 patches."""
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(**SIZES, **{"image_size": 48, "patch_size": 16} | options)
+    return tiny.with_distinct_heads(transformers.ViTModel(config))
+
+
+def test_pixel_values_are_shown_with_the_weights_of_eager_attention():
+    model, image = vit(), torch.rand(1, 3, 48, 48)
+    seen = hw.view(model, None, images=image)
+    expected = [(column / 3, row / 3, 1 / 3, 1 / 3) for row in range(3) for column in range(3)]
+    assert seen.texts[0].patches[0] is None
+    for patch, box in zip(seen.texts[0].patches[1:], expected, strict=True):
+        assert patch[1:] == pytest.approx(box)
+    assert [word.special for word in seen.words] == [True] + [False] * 9
+    assert [word.text for word in seen.words[1:5]] == ["(1, 1)", "(1, 2)", "(1, 3)", "(2, 1)"]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = torch.cat(model(pixel_values=image, output_attentions=True).attentions).flatten(0, 1)
+    weights = torch.stack([head.attention.weights.weights for head in seen.heads])
+    torch.testing.assert_close(weights, attentions, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "LLaVA-NeXT", "Qwen2-VL", "Llama 3.2 Vision", "SigLIP"])
+def test_weights_of_all_texts_are_those_of_eager_attention(name):
+    case = multimodal.case(name)
+    count = 1 + case.several
+    pictures = [case.picture(size, seed) for seed, size in enumerate(case.sizes[:count])]
+    inputs = dict(case.inputs(*pictures))
+    seen = hw.view(case.model, case.processor, case.prompt(count), images=pictures)
+    recorded = {}
+
+    class Weights(torch.overrides.TorchFunctionMode):
+        """Record the weights of torch's attention, in the order of calls."""
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function is torch.nn.functional.softmax or function is torch.Tensor.softmax:
+                recorded.setdefault(len(recorded), result)
+            return result
+
+    case.model.set_attn_implementation("eager")
+    with Weights(), torch.no_grad():
+        case.model(**inputs)
+    largest = {tuple(each.shape[-2:]): each for each in recorded.values() if each.ndim == 4}
+    assert largest
+    for head in seen.heads:
+        weights = head.attention.weights.weights
+        candidates = []
+        for each in recorded.values():
+            if each.ndim != 4 or head.head >= each.shape[1]:
+                continue
+            blocks = each[:, head.head]
+            if blocks.shape[0] * blocks.shape[1] == weights.shape[0] and head.kind == "self":
+                candidates.append(torch.block_diag(*blocks))
+            elif blocks.shape[1:] == weights.shape:
+                candidates.append(blocks[0])
+        assert not candidates or any(torch.allclose(weights, each, atol=1e-5) for each in candidates), head
+
+
+def test_the_picture_is_the_original_one():
+    processor = transformers.ViTImageProcessorPil(size={"height": 48, "width": 48})
+    image = Image.new("RGB", (96, 64), (200, 100, 0))
+    image.paste((0, 50, 250), (48, 0, 96, 64))
+    picture = hw.view(vit(), processor, images=image).texts[0].pictures[0]
+    data = base64.b64decode(picture.source.removeprefix("data:image/png;base64,"))
+    stored = Image.open(io.BytesIO(data))
+    assert (picture.name, picture.width, picture.height) == ("picture", *stored.size) == ("picture", 96, 64)
+    assert stored.getpixel((3, 20)) == (200, 100, 0)
+    assert stored.getpixel((90, 20)) == (0, 50, 250)
+
+
+def with_stem(stem, size):
+    """Return a tiny vision transformer whose patches come from another module."""
+    model = vit(image_size=size)
+    side = stem(torch.zeros(1, 3, size, size)).shape[-1]
+    if not hasattr(stem, "weight"):
+        stem.weight = torch.nn.Parameter(torch.zeros(1))  # whose dtype the embeddings read
+    model.embeddings.patch_embeddings.projection = stem
+    model.embeddings.patch_embeddings.image_size = (size, size)
+    model.embeddings.position_embeddings = torch.nn.Parameter(torch.randn(1, side**2 + 1, 48))
+    return model
+
+
+@pytest.mark.parametrize("image", [torch.zeros(1, 3, 32, 32), torch.rand(1, 3, 32, 32) * (torch.arange(32) < 16)])
+def test_a_patch_that_is_dark_is_no_special_token(image):
+    torch.manual_seed(0)
+    stem = torch.nn.Sequential(torch.nn.Conv2d(3, 24, 4, 4), torch.nn.ReLU(), torch.nn.Conv2d(24, 48, 2, 2))
+    torch.nn.init.constant_(stem[0].bias, -0.5)
+    seen = hw.view(with_stem(stem, 32), None, images=image)
+    assert [word.special for word in seen.words] == [True] + [False] * 16
+    expected = [(column / 4, row / 4, 1 / 4, 1 / 4) for row in range(4) for column in range(4)]
+    assert [pytest.approx(box) for box in expected] == [patch[1:] for patch in seen.texts[0].patches[1:]]
+
+
+def test_overlapping_patches_have_overlapping_boxes_and_their_places_in_the_grid():
+    stem = torch.nn.Conv2d(3, 48, 24, stride=8, padding=8)
+    seen = hw.view(with_stem(stem, 32), None, images=torch.rand(1, 3, 32, 32))
+    names = [f"({row}, {column})" for row in range(1, 5) for column in range(1, 5)]
+    assert [word.text for word in seen.words[1:]] == names
+    assert seen.texts[0].patches[6][1:] == pytest.approx((0.0, 0.0, 0.75, 0.75), abs=1e-6)  # row 2, column 2
+
+
+def test_a_token_that_depends_on_the_whole_image_is_special():
+    model = vit()
+    model.embeddings.register_forward_hook(
+        lambda module, arguments, output: torch.cat(
+            [output[:, :1] + output[:, 1:].mean(1, keepdim=True), output[:, 1:]], 1
+        )
+    )
+    seen = hw.view(model, None, images=torch.rand(1, 3, 48, 48))
+    assert [word.special for word in seen.words] == [True] + [False] * 9
+
+
+REFUSED = {  # model, side of the image, message
+    "tokens of the whole image": (
+        vit,
+        48,
+        "tokens that each depend on a part of a picture, got ",
+    ),
+    "patches that are masked at random": (
+        lambda: transformers.ViTMAEModel(transformers.ViTMAEConfig(**SIZES, image_size=48, patch_size=8)).eval(),
+        48,
+        "the same tokens for the same input, got other tokens",
+    ),
+    "another size": (vit, 40, "a model that reads these pictures, got ValueError"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_and_images_that_do_not_fit_are_refused(name):
+    build, side, message = REFUSED[name]
+    model = build()
+    if name == "tokens of the whole image":
+        model.embeddings.register_forward_hook(
+            lambda module, arguments, output: output.mean(1, keepdim=True) + 0 * output
+        )
+    with pytest.raises(hw.InputError, match=f"^model: expected {message}"):
+        hw.view(model, None, images=torch.rand(1, 3, side, side))
+
+
+PROCESSOR = transformers.ViTImageProcessorPil(size={"height": 48, "width": 48})
+MISTAKES = [
+    (None, torch.rand(3, 48, 48), r"^images: expected pixel values \(1, channels, height, width\) without"),
+    (None, "cat.png", "^images: expected pixel values .* got str"),
+    (3, Image.new("RGB", (48, 48)), "^processor: expected a processor of transformers, got int"),
+    (PROCESSOR, "no such file.png", "^images: expected a picture file, got 'no such file.png' .No such file"),
+    (PROCESSOR, __file__, r"^images: expected a picture file, got .* \(no picture that Pillow reads\)"),
+    (PROCESSOR, [], "^images: expected at least one picture, got an empty list"),
+    (PROCESSOR, 3.5, "^images: expected PIL.Image objects or paths of files, got float"),
+    (tiny.tokenizer("encoder"), Image.new("RGB", (48, 48)), "^images: expected pictures and a text that the processor"),
+]
+
+
+@pytest.mark.parametrize(("processor", "image", "message"), MISTAKES)
+def test_mistakes_are_named(processor, image, message):
+    with pytest.raises(hw.InputError, match=message):
+        hw.view(vit(), processor, images=image)
+
+
+def test_a_text_without_the_token_of_a_picture_is_refused():
+    case = multimodal.case("LLaVA")
+    with pytest.raises(hw.InputError, match="^(images|model|processor): expected"):
+        hw.view(case.model, case.processor, "w5 w6", images=case.picture(case.sizes[0], 0))
+
+
+def test_a_region_of_a_picture_ranks_heads_by_the_attention_on_its_patches():
+    case = multimodal.case("LLaVA")
+    seen = hw.view(case.model, case.processor, case.prompt(1), images=case.picture((60, 60), 0))
+    focus = seen.find([hw.Region(0.0, 0.0, 0.5, 0.5)], queries=["w6"])
+    text = seen.texts[0]
+    inside = [
+        index
+        for index, patch in enumerate(text.patches)
+        if patch is not None and patch.left + patch.width / 2 < 0.5 and patch.top + patch.height / 2 < 0.5
+    ]
+    query = [word.text for word in text.words].index("w6")
+    token = text.word_of.tolist().index(query)
+    assert 9 <= len(inside) <= 16
+    for each in focus.heads:
+        weights = each.head.attention.weights.weights[token]
+        assert each.share == pytest.approx(float(weights[inside].sum()), rel=1e-5)
+        assert each.uniform == pytest.approx(len(inside) / (token + 1), rel=1e-5)
+    assert focus.heads[0].excess.value == max(each.excess.value for each in focus.heads)
+    with pytest.raises(
+        hw.InputError, match="^focus: expected a region with the centre of a patch .picture., got picture 2"
+    ):
+        seen.find([hw.Region(0.0, 0.0, 0.5, 0.5, "picture 2")])
+    with pytest.raises(hw.InputError, match="^region: expected left < right and top < bottom, from 0 to 1, got"):
+        hw.Region(0.5, 0.0, 0.2, 1.0)
