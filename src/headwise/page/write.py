@@ -35,7 +35,7 @@ DENSE_WEIGHTS = 1 << 20
 LISTED_WEIGHTS = 2_400_000
 """Number of weights in pages that leave small weights out."""
 
-LISTED_OF_WORDS, LISTED_OF_PATCHES = 700_000, 600_000
+LISTED_OF_WORDS, LISTED_OF_PATCHES = 600_000, 400_000
 """Numbers of weights, of queries that are words and of those that are patches, in such pages of texts with pictures."""
 
 LISTED_KEYS = 32
