@@ -212,7 +212,8 @@ def picture_side() -> Side:
     boxes = [(column / 3, row / 2, 1 / 3, 1 / 2) for row in range(2) for column in range(3)]
     tokens = ("[CLS]", *(f"row {row + 1}, column {column + 1}" for row in range(2) for column in range(3)))
     return Side("image", tokens, (False,) * 7, (), (True, *(False,) * 6), tokens, tuple(range(7)),
-                pictures=(Picture("image", PIXEL, 300, 200),), patches=(None, *(Patch(0, *box) for box in boxes)))  # fmt: skip
+                pictures=(Picture("image", PIXEL, 300, 200),),
+                patches=(None, *(Patch(0, *box) for box in boxes)))  # fmt: skip
 
 
 def mixed_side() -> Side:

@@ -152,16 +152,15 @@ def _of_patches(side: Side) -> Bool[Tensor, " tokens"]:
     return is_patch & bool((~is_patch & ~torch.tensor(side.special)).any())
 
 
-def stored_rows(
-    heads: Sequence[HeadAttention], of_patches: Sequence[Tensor] | None = None
-) -> list[tuple[str, bytes]]:
+def stored_rows(heads: Sequence[HeadAttention], of_patches: Sequence[Tensor] | None = None) -> list[tuple[str, bytes]]:
     """Return the attention weights of each head as bytes, with the name of their format. If a page has at most
     `DENSE_WEIGHTS` weights, all are stored, with 16 bits each ("dense"). Otherwise about `LISTED_WEIGHTS` weights are
     stored, with 8 bits each, rounded down ("sparse"). Half of them are the largest weights of each query, the same
     number for every query. The other half are the largest of the remaining weights.
 
-    `of_patches` has a boolean tensor for each head, which is True at queries that are patches of a text with other words. Such queries are many, and their weights
-    are rarely read: `LISTED_OF_WORDS` weights are those of other queries, and `LISTED_OF_PATCHES` those of patches.
+    `of_patches` has a boolean tensor for each head, which is True at queries that are patches of a text with other
+    words. Such queries are many, and their weights are rarely read: `LISTED_OF_WORDS` weights are those of other
+    queries, and `LISTED_OF_PATCHES` those of patches.
     """
     dense = [head.weights.weights for head in heads if isinstance(head.weights, AllWeights)]
     if len(dense) == len(heads) and sum(weights.numel() for weights in dense) <= DENSE_WEIGHTS:
