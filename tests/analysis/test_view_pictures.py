@@ -238,7 +238,7 @@ REFUSED = {  # model, side of the image, message
         48,
         "the same tokens for the same input, got other tokens",
     ),
-    "another size": (vit, 40, "a model that reads these pictures, got ValueError"),
+    "another size": (vit, 40, "a model that reads these inputs, got ValueError"),
 }
 
 

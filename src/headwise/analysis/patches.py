@@ -160,7 +160,7 @@ def patches_of(
         return [], patches
     token, picture, part, x, y, sizes = (torch.cat(each) for each in zip(*columns, strict=True))
     # A token of two pictures, such as two frames of a video, is shown in the one that has most of its elements.
-    pairs, pair_of = torch.stack([token, picture, part]).unique(dim=1, return_inverse=True)
+    pairs, pair_of = torch.unique(torch.stack([token, picture, part]), dim=1, return_inverse=True)
     counts = torch.bincount(pair_of)
     best = {pairs[0, index].item(): index for index in counts.argsort(stable=True).tolist()}
     boxes: dict[int, tuple[int, int, Patch]] = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.data.tokenization import input_embeddings
-from headwise.errors import InputError
+from headwise.errors import InputError, errors_of
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, Interceptor, SiteKey
 from headwise.intercept.trace.tokens import NumberedTokens
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     """Name of one attention call in a run of a model: its site, and its number among the calls of the site."""
 
     site: SiteKey
-    index: int
+    call: int
 
 
 class CallTokens(NamedTuple):
@@ -256,9 +256,12 @@ class _Runs:
             tokens, leaves = self._tokens_at(place, is_key, {name: scale * each for name, each in noise.items()})
             size = len(tokens)
             for name, elements in _tokens_by_element(tokens, leaves, generator).items():
-                is_ids = name not in self._parts  # with one element per token id
-                of_name = elements.unflatten(1, (prod(self._shapes[name]), -1)).amax(-1) if is_ids else elements
-                found[name] = _merged(found[name], of_name) if name in found else of_name
+                if name not in self._parts:  # one element per token id
+                    ids = prod(self._shapes[name])
+                    found_ids = elements.view(len(elements), ids, elements.shape[1] // ids).amax(-1)
+                    found[name] = _merged(found.get(name, found_ids[:0]), found_ids)
+                else:
+                    found[name] = _merged(found.get(name, elements[:0]), elements)
         return TokenStream(size, found)
 
     def _tokens_at(
@@ -308,7 +311,11 @@ class _Runs:
         tables = [module for module in self._model.modules() if isinstance(module, nn.Embedding)]
         hooks = [module.register_forward_hook(on_embedding) for module in tables]
         try:
-            with intercepted(self._model, _Probe(on_call)), suppress(_Reached):
+            with (
+                errors_of("model", expected="a model that reads these inputs"),
+                intercepted(self._model, _Probe(on_call)),
+                suppress(_Reached),
+            ):
                 self._model(**inputs)
         finally:
             for hook in hooks:

@@ -139,7 +139,7 @@ def view(
     if generate and target is not None:
         raise InputError("generate", expected="0 with a target, which the decoder reads instead", got=generate)
     name = model_name(model) if title is None and isinstance(model, nn.Module) else str(title)
-    shown = {"title": name, "keep_all": keep_all, "progress": progress}
+    shown: dict[str, Any] = {"title": name, "keep_all": keep_all, "progress": progress}
 
     def view_one(text: Any, pictures: Any, target: Any) -> View:
         """Return the attention of each head on one text, with its pictures."""

@@ -53,8 +53,8 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
         if not isinstance(images, Tensor) or images.ndim != 4 or len(images) != 1 or not images.is_floating_point():
             got = f"{tuple(images.shape)}, {images.dtype}" if isinstance(images, Tensor) else type(images).__name__
             raise InputError("images", expected="pixel values (1, channels, height, width) without processor", got=got)
-        places, picture = pixel_places(images)
-        return PicturePrompt({"pixel_values": images.to(device_of(model))}, {"pixel_values": places}, (picture,))
+        of_pixels, picture = pixel_places(images)
+        return PicturePrompt({"pixel_values": images.to(device_of(model))}, {"pixel_values": of_pixels}, (picture,))
     if not callable(processor):
         raise InputError("processor", expected="a processor of transformers", got=type(processor).__name__)
     several = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
@@ -78,7 +78,7 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
     with errors_of("images", expected="pictures and a text that the processor reads"):
         inputs = process(pictures)
         places = element_places(process, pictures)
-    read = {int(number) for each in places.values() for number in each.picture.unique().tolist()} - {-1}
+    read = {int(number) for each in places.values() for number in torch.unique(each.picture).tolist()} - {-1}
     if read != set(range(len(pictures))):
         got = f"{len(read)} of them" if read else "none of them"
         raise InputError("processor", expected=f"one that passes {len(pictures)} pictures to the model", got=got)
@@ -168,8 +168,7 @@ def viewed_texts(
         InputError: no token stands for a part of a picture.
     """
     parts = {name: places.picture >= 0 for name, places in prompt.places.items()}
-    with errors_of("model", expected="a model that reads these pictures"):
-        sources = token_sources(model, inputs, parts)
+    sources = token_sources(model, inputs, parts)
     # The last ids are those that the model has generated.
     last = [name for name in inputs if name.endswith(IDS) and not name.startswith("qformer")][-1:] if generated else []
     texts = [

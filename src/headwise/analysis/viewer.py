@@ -378,12 +378,12 @@ Attention that computes something else than softmax of its scores does not.
 
 class ViewedRows(NamedTuple):
     """Tokens of a text that are the queries or keys of an attention call: the index of the text, and for each sequence
-    of the call the index of its first token in the text. `count` is their number in each sequence.
+    of the call the index of its first token in the text. `length` is their number in each sequence.
     """
 
     text: int
     starts: tuple[int, ...]
-    count: int
+    length: int
 
     @staticmethod
     def of(tokens: CallTokens) -> "ViewedRows | None":
@@ -560,8 +560,8 @@ class Viewer(SiteRegistry):
         grid, lengths = call.grid, [len(each.tokens) for each in self._texts]
         if self._calls is not None:
             sides = self._calls.get(Place(call.site, call.index))
-            rows = [] if sides is None else [ViewedRows.of(side) for side in sides]
-            return None if None in rows or not rows else (rows[0], rows[1])
+            queries, keys = (None, None) if sides is None else map(ViewedRows.of, sides)
+            return None if queries is None or keys is None else (queries, keys)
         if grid.batch != 1:
             return None
         if call.site.cross:
@@ -591,7 +591,8 @@ class Viewer(SiteRegistry):
             if len(set(sites)) == len(sites) and layer_of.keys() >= set(sites):
                 layers.append(layer_of[heads.site])
             else:
-                layers.append(max(layers, default=-1) + 1 if heads.layer in (None, *layers) else heads.layer)
+                number = heads.layer
+                layers.append(max(layers, default=-1) + 1 if number is None or number in layers else number)
         for number, heads in sorted(zip(layers, self._observed, strict=True), key=lambda pair: pair[0]):
             yield from heads.views(number)
 

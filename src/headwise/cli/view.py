@@ -98,7 +98,7 @@ def view(
     if focus_kind is not None and not focus:
         raise InputError("focus-kind", expected="--focus, whose words receive or exchange attention", got="no --focus")
     other = None if against is None else find_model(against, argument="against")
-    options = {"generate": generate, "truncate": truncate, "progress": not output.quiet}
+    options: dict[str, Any] = {"generate": generate, "truncate": truncate, "progress": not output.quiet}
     options |= {"images": image} if image else {}
     seen = _view(model, model.find(), texts, options).select(layer or (), head or ())
     words = None if queries is None else _words("queries", queries)
@@ -125,10 +125,12 @@ def _view(flags: ModelFlags, source: Any, texts: Any, options: dict[str, Any]) -
     if "images" in options:
         from headwise.data.models import SAVED
 
-        processor, head = source.processor(), SAVED
+        processor = source.processor()
+        loaded = flags.load(source, SAVED)
     else:
-        processor, head = source.tokenizer(), source.lm_head() if options["generate"] else None
-    seen: hw.View | hw.ViewSet = hw.view(flags.load(source, head), processor, texts, title=source.title, **options)
+        processor = source.tokenizer()
+        loaded = flags.load(source, source.lm_head() if options["generate"] else None)
+    seen: hw.View | hw.ViewSet = hw.view(loaded, processor, texts, title=source.title, **options)
     return seen
 
 
@@ -158,7 +160,8 @@ def _region(text: str, pictures: int) -> "hw.Region":
         raise InputError("region", expected=expected, got=repr(text))
     number, *sides = match.groups()
     name = "picture" if pictures == 1 and number in (None, "1") else f"picture {number or 1}"
-    return hw.Region(*(float(side) / 100 for side in sides), picture=name)
+    left, top, right, bottom = (float(side) / 100 for side in sides)
+    return hw.Region(left, top, right, bottom, name)
 
 
 def _read_text(text: str) -> str:
