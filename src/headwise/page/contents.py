@@ -1,4 +1,4 @@
-"""Contents of a page: heads, their statistics, and their attention weights on texts or images, as plain values."""
+"""Contents of a page: heads, their statistics, and their attention weights on texts and pictures, as plain values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,14 +153,14 @@ class VisibleKeys:
 
 @dataclass(frozen=True, eq=False)
 class AllWeights:
-    """All attention weights of one head on a passage (a text, pair of texts or image)."""
+    """All attention weights of one head on a passage (one or more texts)."""
 
     weights: Float[Tensor, "queries keys"]
 
 
 @dataclass(frozen=True, eq=False)
 class LargestWeights:
-    """Largest attention weights of each query, of one head on a passage (a text, pair of texts or image).
+    """Largest attention weights of each query, of one head on a passage (one or more texts).
 
     Attributes:
         keys: keys of the largest weights, largest first.
@@ -176,7 +176,7 @@ class LargestWeights:
 
 @dataclass(frozen=True, eq=False)
 class HeadAttention:
-    """Attention of one head on one passage (a text, pair of texts or image), as a page shows it.
+    """Attention of one head on one passage (one or more texts), as a page shows it.
 
     Attributes:
         queries, keys: indices of the sides with the queries and with the keys, among the passage's sides.
@@ -222,10 +222,10 @@ class RelevanceMap:
 
 @dataclass(frozen=True)
 class Passage:
-    """One text, pair of texts or image on a page, with the attention of every head on it.
+    """One or more texts on a page, with or without pictures, and the attention of every head on them.
 
     Attributes:
-        sides: the texts or images.
+        sides: the texts.
         heads: for each model, the attention of each of its heads; None for a head that did not attend on this passage.
         means: for each model, the page's statistics for its heads on this passage alone; NaN where not measured.
         maps: maps of relevance for predicted tokens, those of one token together.
@@ -284,14 +284,14 @@ class PageFocus:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that one HTML page shows: models, heads, statistics, and texts or images with attention.
+    """Everything that one HTML page shows: models, heads, statistics, and texts with attention.
 
     Attributes:
         notes: sentences below the title, such as what was cut off.
         roles: the roles that occur, in the order of display.
         statistics: descriptions of the statistics that the page shows for each head.
         models: one model, or two that are compared.
-        passages: texts or images; none for a page of tables alone.
+        passages: texts; none for a page of tables alone.
         foci: words whose attention was measured.
         opening: settings of the page when it opens, by their names in `page/script/state.js`; others have the page's
             defaults.

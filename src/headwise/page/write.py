@@ -75,7 +75,7 @@ def page_json(contents: Contents) -> tuple[dict[str, Any], dict[str, str]]:
 def _passage_json(
     passage: Passage, number: int, rows: Iterator[tuple[str, bytes]], arrays: dict[str, str]
 ) -> dict[str, Any]:
-    """Return passage number `number` (a text, pair of texts or image) as JSON values, and add its arrays to `arrays`.
+    """Return passage number `number` (one or more texts) as JSON values, and add its arrays to `arrays`.
     `rows` yields the stored attention weights of the passage's heads, model by model.
     """
     arrays[f"p{number}-values"] = _float32(*passage.means)
