@@ -231,19 +231,18 @@ def test_generated_words_are_underlined_and_can_be_chosen(open_page):
     assert readout(page)[1] == expected_list(truth[0][0][0][8:].mean(0), SENTENCE)
 
 
-def test_head_whose_queries_are_not_generated_says_so(open_page):
+def test_rows_of_a_head_without_generated_words_are_all_shown(open_page):
     queries, keys = text_side(name="target", first_generated=8), text_side(("coffee", "or", "tea"), "source")
     contents, _ = two_sided_contents(queries, keys)
     source = head_attention(random_weights(3, 3, causal=False, seed=9), causal=False)
     contents = with_heads(contents, (source, *contents.passages[0].heads[0][1:]))
-    page = open_page(contents, address="#head=0.0&generated=true&first=true&tray=A0")
-    note = page.locator(".hidden-note:visible")
-    assert note.inner_text() == "This head has no rows of generated words."
-    assert page.locator(".matrix:visible").count() == 0
-    assert page.locator("#tray-lines p.soft").inner_text() == "This head has no rows of generated words."
-    page.get_by_role("button", name="Head 0.1,").click()
-    page.locator(".hidden-note:visible", has_text="of this head's attention is on hidden words.").wait_for()
+    page = open_page(contents, address="#head=0.0&generated=true&tray=A0")
+    weights = random_weights(3, 3, causal=False, seed=9)
+    expected = ("Mean attention that each word receives", expected_list(weights.mean(0), keys.words))
+    assert readout(page) == expected
     page.locator(".matrix:visible").wait_for()
+    page.get_by_role("button", name="Head 0.1,").click()
+    page.locator(".readout h3", has_text="Mean attention that each word receives from generated words").wait_for()
 
 
 RIGHT_TO_LEFT = ("[CLS]", "أحب", "برنامج", "Google", "Maps", "لأن", "שלום", ".", "[SEP]")

@@ -35,7 +35,7 @@ DENSE_WEIGHTS = 1 << 20
 LISTED_WEIGHTS = 2_400_000
 """Number of weights in pages that leave small weights out."""
 
-LISTED_OF_WORDS, LISTED_OF_PATCHES = 700_000, 600_000
+LISTED_OF_WORDS, LISTED_OF_PATCHES = 600_000, 400_000
 """Numbers of weights, of queries that are words and of those that are patches, in such pages of texts with pictures."""
 
 LISTED_KEYS = 32
@@ -159,8 +159,8 @@ def stored_rows(heads: Sequence[HeadAttention], of_patches: Sequence[Tensor] | N
     number for every query. The other half are the largest of the remaining weights.
 
     `of_patches` has a boolean tensor for each head, which is True at queries that are patches of a text with other
-    words. Such queries are many, and their weights are rarely read: `LISTED_OF_WORDS` weights are those of other
-    queries, and `LISTED_OF_PATCHES` those of patches.
+    words. Such queries are many, and their weights are rarely read. If there are any, `LISTED_OF_PATCHES` of the
+    weights are theirs, and `LISTED_OF_WORDS` are those of other queries.
     """
     dense = [head.weights.weights for head in heads if isinstance(head.weights, AllWeights)]
     if len(dense) == len(heads) and sum(weights.numel() for weights in dense) <= DENSE_WEIGHTS:

@@ -174,10 +174,14 @@ export function unlistedBound(matrix, query, key) {
   return Math.min(matrix.unlisted[query], tokens * matrix.least[query]);
 }
 
-/** Return a flag for each query: 1 if its row is shown. */
-export function shownRows(matrix, hiddenQueries, onlyGenerated) {
-  return matrix.visible.map((visible, query) =>
-    Number(visible && !hiddenQueries[query] && (!onlyGenerated || matrix.queryUnits.generated[query])),
+/**
+ * Return a flag for each query: 1 if its row is shown. If `onlyGenerated`, these are the rows of generated words, unless the
+ * text has none.
+ */
+export function shownRows({visible, queryUnits}, hiddenQueries, onlyGenerated) {
+  const isGenerated = onlyGenerated && queryUnits.generated.includes(1);
+  return visible.map((sees, query) =>
+    Number(sees && !hiddenQueries[query] && (!isGenerated || queryUnits.generated[query])),
   );
 }
 

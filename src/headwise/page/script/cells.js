@@ -1,5 +1,5 @@
 /** Cells of the overview: one button for each head, with its thumbnail or a coloured square. */
-import {element, formatNumber, formatPercent, formatShort} from "./dom.js";
+import {element, formatNumber, formatPercent, formatShort, nextTask} from "./dom.js";
 import {
   cssColour,
   inkOn,
@@ -21,6 +21,9 @@ import {colourStatistic, isDiverging, roleChanged} from "./filter.js";
 /** Smallest and largest width of a thumbnail in CSS pixels, and the area that the thumbnails of all heads may fill. */
 const CELL_SIZES = [64, 120];
 const CELL_AREA = 360_000;
+
+/** Time after which the painting of cells makes a pause, in milliseconds. */
+const LONGEST_TASK = 20;
 
 /** Return the least width of the thumbnails of a number of heads: the fewer heads, the larger they are. */
 export function cellSize(heads) {
@@ -96,15 +99,22 @@ export function createCells(app) {
     indices.forEach((index, place) => paint(index, sizes[place]));
   }
 
-  /** Paint one cell after the other, so that the page answers in between. */
+  /** Paint one cell after the other, after the text of the chosen head, and so that the page answers in between. */
   async function paintOverlays(started) {
     if (started.isBusy) return;
     started.isBusy = true;
+    await app.nextFrame();
+    if (started !== painting) return;
+    let paused = performance.now();
     const next = () => [...stale].find(index => print.matches || onScreen.has(index));
     for (let index = next(); index !== undefined; index = next()) {
       stale.delete(index);
       const overlay = await overlayOf(app, app.model(), index, started.overlay);
       const image = overlay && (await imageOf(overlay.picture));
+      if (performance.now() - paused > LONGEST_TASK) {
+        await nextTask();
+        paused = performance.now();
+      }
       if (started !== painting) return;
       const button = buttons[index];
       button.querySelector(".cell-share").textContent = overlay ? formatPercent(overlay.share) : "";

@@ -12,8 +12,9 @@ import {
 } from "./dom.js";
 import {focusVerdict, hasFocus, otherWordNote} from "./focus.js";
 import {marksOfSide} from "./marks.js";
+import {pinnedUnit} from "./meanattention.js";
 import {rankHeads} from "./rank.js";
-import {unitName} from "./words.js";
+import {quotedName, unitName} from "./words.js";
 
 /** Number of heads that are listed. */
 const LISTED_HEADS = 10;
@@ -32,6 +33,7 @@ export function createFind(app) {
     [
       ["received", "received"],
       ["exchanged", "exchanged"],
+      ["pinned", page.say("from the pinned word")],
     ],
     state.get("focus"),
     focus => state.set({focus}),
@@ -46,17 +48,19 @@ export function createFind(app) {
   async function search() {
     const passage = app.passage();
     const model = app.model();
-    const kind = state.get("focus");
     const stored = page.passages[passage]?.heads[model];
-    const side = stored?.[app.head()]?.keys ?? 0;
-    const settings = ["marking", "marks", "focus", "model"].map(name => state.get(name));
+    const {keys: side, queries: querySide} = stored?.[app.head()] ?? {keys: 0, queries: 0};
+    const pinned = stored ? pinnedWord(passage, querySide) : null;
+    const kind = state.get("focus") === "pinned" && pinned === null ? "received" : state.get("focus");
+    const settings = ["marking", "marks", "model"].map(name => state.get(name));
     // Another head with the same keys has the same ranking, which keeps its place and the keyboard focus.
-    const key = [passage, side, ...settings].join(" ");
+    const key = [passage, side, querySide, kind, kind === "pinned" ? pinned : "", pinned === null, ...settings].join(" ");
     if (key === searched) return;
     searched = key;
     const job = (started = {});
     root.hidden = !stored || !state.get("marking");
     pressChoice(kinds, kind);
+    kinds.lastElementChild.hidden = pinned === null;
     if (root.hidden) return;
     const {sides} = page.passages[passage];
     const units = page.units(passage, side, true);
@@ -66,9 +70,11 @@ export function createFind(app) {
       ? `Marked${place}: ${markedNames(units, [...marked].sort((a, b) => a - b)).join(", ")}`
       : `${page.say("No word")}${place} is marked.`;
     byId("find-kind").textContent = [
-      kind === "received"
-        ? page.say("Received: the mean attention that all other words put on the marked words.")
-        : page.say("Exchanged: the mean attention that each marked word puts on the other marked words."),
+      kind === "pinned"
+        ? page.say(`The attention that ${quotedName(page.units(passage, querySide, true), pinned)} puts on the marked words.`)
+        : kind === "received"
+          ? page.say("Received: the mean attention that all other words put on the marked words.")
+          : page.say("Exchanged: the mean attention that each marked word puts on the other marked words."),
       page.models.length === 2 ? `The search uses model ${"AB"[model]}, ${page.models[model].name}.` : "",
       stored.some(head => head?.storage === "sparse")
         ? page.say("The page stores only the largest weights of this text, so heads are ranked by lower bounds.")
@@ -80,21 +86,31 @@ export function createFind(app) {
     status.textContent =
       kind === "exchanged" && marked.size === 1 ? page.say("Mark at least two words that exchange attention.") : "";
     if (!marked.size || status.textContent) return;
-    const ranked = await rankHeads(page, {passage, model, side, marked, kind}, done => {
+    const chosen = kind === "pinned" ? new Set([pinned]) : null;
+    const measured = chosen ? "received" : kind;
+    const ranked = await rankHeads(page, {passage, model, side, marked, kind: measured, chosen, querySide}, done => {
       if (job === started) status.textContent = `${done} of ${page.heads.length} heads are done.`;
       return job === started;
     });
     if (!ranked) return;
     const nameOf = head => page.heads[head].name;
     const formats = {percent: formatPercent, atLeast: formatPercentAtLeast};
-    const verdict = focusVerdict(ranked, kind, nameOf, formats);
+    const verdict = focusVerdict(ranked, measured, nameOf, formats);
     const [best] = ranked;
     const note = best ? otherWordNote(best.focus, units, nameOf(best.head), formats) : "";
     status.textContent = `${page.say(verdict)} ${note}`.trim();
     if (ranked.length) result.replaceChildren(rankingTable(app, ranked));
   }
 
-  state.on(["marking", "marks", "focus", "passage", "model", "head"], search);
+  /** Return the pinned query word, also when tokens are shown, or null. */
+  function pinnedWord(passage, querySide) {
+    const units = page.units(passage, querySide, state.get("words"));
+    const pin = pinnedUnit(state.get("pin"), units, units);
+    if (pin?.axis !== "query") return null;
+    return state.get("words") ? pin.unit : page.passages[passage].sides[querySide].wordOf[pin.unit];
+  }
+
+  state.on(["marking", "marks", "focus", "passage", "model", "head", "pin", "words"], search);
   search();
 }
 

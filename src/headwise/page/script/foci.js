@@ -81,11 +81,11 @@ async function focusAttention(page, passage, focus) {
   const matrix = await page.matrix(passage, best.model, best.head, true);
   const {queryUnits, keyUnits} = matrix;
   const isSelf = queryUnits === keyUnits;
-  const chosen = focus.queries && new Set(focus.queries[passage]);
+  const chosen = focus.queries ? new Set(focus.queries[passage]) : null;
   const isOther = query => (focus.kind === "exchanged" ? words.has(query) : !isSelf || !words.has(query));
   const isRow = query => (chosen ? chosen.has(query) : !queryUnits.special[query] && isOther(query));
   const rows = matrix.visible.map((visible, query) => Number(visible && isRow(query)));
-  const shares = chosen ? null : focusOf(matrix, words, focus.kind, isSelf);
+  const shares = focusOf(matrix, words, focus.kind, isSelf, chosen);
   const formats = {percent: formatPercent, atLeast: formatPercentAtLeast};
   const note = shares && otherWordNote(shares, keyUnits, page.heads[best.head].name, formats);
   return {

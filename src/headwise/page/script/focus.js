@@ -24,8 +24,9 @@ const LISTED_NAMES = 8;
  * @param marked Set of marked key words
  * @param kind "received" or "exchanged"
  * @param sameSide true if queries and keys are the words of the same text
+ * @param chosen Set of the query words that count; null for those above
  */
-export function focusOf(matrix, marked, kind, sameSide = true) {
+export function focusOf(matrix, marked, kind, sameSide = true, chosen = null) {
   const {queryUnits} = matrix;
   const sums = new Float64Array(matrix.keyUnits.count);
   let share = 0;
@@ -34,7 +35,8 @@ export function focusOf(matrix, marked, kind, sameSide = true) {
   let rows = 0;
   for (let query = 0; query < queryUnits.count; query++) {
     const isMarked = sameSide && marked.has(query);
-    if (queryUnits.special[query] || !matrix.visible[query] || isMarked !== (kind === "exchanged")) continue;
+    const isRow = chosen ? chosen.has(query) : !queryUnits.special[query] && isMarked === (kind === "exchanged");
+    if (!isRow || !matrix.visible[query]) continue;
     const targets = kind === "exchanged" ? [...marked].filter(word => word !== query) : [...marked];
     const expected = uniformShare(matrix, query, targets);
     if (kind === "exchanged" && expected === 0) continue;

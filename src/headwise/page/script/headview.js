@@ -157,9 +157,7 @@ export function createHeadView(app, models, events) {
   function describeHidden() {
     const {matrix, shown} = current;
     hiddenNote.textContent = "";
-    if (state.get("generated") && !matrix.queryUnits.generated.includes(1))
-      hiddenNote.textContent = "This head has no rows of generated words.";
-    else if (!shown.rows.includes(1)) hiddenNote.textContent = "All rows of this head are hidden.";
+    if (!shown.rows.includes(1)) hiddenNote.textContent = "All rows of this head are hidden.";
     else if (shown.hiddenKeys.includes(1) && !isDifference) {
       const share = hiddenShare(matrix, shown.rows, shown.hiddenKeys);
       const percent = matrix.exact ? formatPercent(share) : `At least ${formatPercentAtLeast(share)}`;

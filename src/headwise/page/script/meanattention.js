@@ -15,7 +15,7 @@ export function pinnedUnit(text, queryUnits, keyUnits) {
 }
 
 /**
- * Return the mean attention of heads, {units, weights, least, around, active, exact, hasRows}.
+ * Return the mean attention of heads, {units, weights, least, around, active, exact}.
  *
  * `weights` are those on the key words, or, if a key is pinned, those of the query words on it. `least` is the weight of
  * each word under uniform attention. If `onlyWords`, rows of patches do not count in a text that also has words.
@@ -53,6 +53,5 @@ export async function meanAttention(app, passage, model, heads, onlyWords = fals
     around: active && queryUnits === keyUnits ? active.unit : null,
     active,
     exact: matrices.every(matrix => matrix.exact),
-    hasRows: active?.axis === "query" || !state.get("generated") || queryUnits.generated.includes(1),
   };
 }

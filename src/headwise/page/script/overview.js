@@ -163,7 +163,7 @@ function showLegend(app) {
   const overlay = overlayName(app);
   if (overlay !== null) {
     legend.textContent =
-      `Each cell shows the attention of one head on ${overlay}, and its share: that of the pinned word, or else the mean ` +
+      `Each cell shows the attention of one head on “${overlay}”, and its share: that of the pinned word, or else the mean ` +
       `from all ${state.get("generated") ? "generated words" : "words"} that are shown. ` +
       "Patches with little attention are veiled; each cell has a scale of its own.";
     return;

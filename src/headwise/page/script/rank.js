@@ -6,18 +6,20 @@ import {focusOf, rankedScores} from "./focus.js";
  * Return the heads of a model with their focus on words of a passage, best first, or null if it was cancelled.
  *
  * @param page contents of the page
- * @param job {passage, model, side, marked, kind}; `marked` is a Set of words of side `side`
+ * @param job {passage, model, side, marked, kind, chosen, querySide}; `marked` is a Set of words of side `side`. If `chosen`,
+ *   a Set of words of side `querySide`, is given, only their attention counts
  * @param progress called with the number of heads that are done; returns false to cancel
  */
-export async function rankHeads(page, {passage, model, side, marked, kind}, progress) {
+export async function rankHeads(page, {passage, model, side, marked, kind, chosen, querySide}, progress) {
   const scores = [];
   const heads = page.passages[passage].heads[model];
   let shown = performance.now();
   for (let head = 0; head < heads.length; head++) {
     if (heads[head] && heads[head].keys === side) {
       const sameSide = heads[head].queries === heads[head].keys;
-      if (kind === "received" || sameSide) {
-        scores.push({head, focus: focusOf(await page.matrix(passage, model, head, true), marked, kind, sameSide)});
+      if (chosen ? heads[head].queries === querySide : kind === "received" || sameSide) {
+        const matrix = await page.matrix(passage, model, head, true);
+        scores.push({head, focus: focusOf(matrix, marked, kind, sameSide, chosen)});
       }
     }
     if (performance.now() - shown < 30) continue;

@@ -174,14 +174,13 @@ function trayItem(app, {entry, place, model, heads, layer, called, mean, picture
 }
 
 /** Return the words with the most attention above uniform attention as text. */
-function summaryOf({units, weights, least, exact, hasRows}, say) {
+function summaryOf({units, weights, least, exact}, say) {
   const best = [...weights.keys()]
     .filter(unit => weights[unit] > least[unit] && !units.special[unit])
     .sort((a, b) => weights[b] - weights[a])
     .slice(0, 3);
   const percent = share => (exact ? formatPercent(share) : `at least ${formatPercentAtLeast(share)}`);
   if (best.length) return best.map(unit => `${unitName(units, unit)} ${percent(weights[unit])}`).join(", ");
-  if (!hasRows) return "This head has no rows of generated words.";
   return say(`no word is ${exact ? "" : "known to be "}above uniform attention`);
 }
 
