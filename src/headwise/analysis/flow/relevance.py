@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from headwise.analysis.flow.layer_reader import IGNORED
+from headwise.analysis.flow.layer_reader import IGNORED, LARGEST_LOSS
 from headwise.analysis.flow.rollout import residual_share
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.call_context import CallContext
@@ -805,7 +805,8 @@ class _ReadCall:
             weights, values = self._weights_and_values(block)
             out = self.out[:, :, part].to(weights.dtype)
             error = (grouped_matmul(weights, values) - out).abs().amax()
-            if not bool(error <= torch.finfo(self.out.dtype).eps ** 0.5 * out.abs().amax().clamp(min=1e-30)):
+            tolerance = max(LARGEST_LOSS, 8 * torch.finfo(self.out.dtype).eps)
+            if not bool(error <= tolerance * out.abs().amax()):
                 got = f"a difference of {float(error):.2g} in {label}"
                 raise InputError("model", expected="head outputs that are finite weights times values", got=got)
             if number is not None:
@@ -910,6 +911,7 @@ class _AttentionFlow:
         calls = self._differentiated(model, scorer)
         self.streams = streams = _one_stream(calls) if streams is None else streams
         self.sizes: dict[str, int] = {}
+        self._whole: dict[str, int] = {}
         left_out: dict[str, None] = {}
         self._groups: list[list[_ReadCall]] = []
         for read in calls:
@@ -985,19 +987,23 @@ class _AttentionFlow:
         )
         for side, name, tokens, length, is_real, appended in sides:
             if tokens is None:
-                is_token = torch.ones(grid.batch, length, dtype=torch.bool) if is_real is None else is_real.cpu()
+                is_token = torch.ones(grid.batch, length, dtype=torch.bool) if is_real is None else is_real.cpu().clone()
                 is_token[:, length - appended :] = False
                 placed = (is_token.flatten().cumsum(0) - 1).view_as(is_token).masked_fill(~is_token, -1)
                 size = int(is_token.sum())
-                if self.sizes.setdefault(name, size) != size:
-                    expected = f"{self.sizes[name]} {side} of the stream {name!r} in every call"
-                    raise InputError("streams", expected=expected, got=f"{size} in {call.site.label}")
+                if self._whole.setdefault(name, size) != size:
+                    expected = f"all {self._whole[name]} tokens of the stream {name!r} in every call without tokens"
+                    raise InputError("streams", expected=expected, got=f"{size} {side} in {call.site.label}")
+            elif not isinstance(tokens, Tensor) or tokens.shape != (grid.batch, length):
+                got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+                expected = f"tokens of shape {(grid.batch, length)} for the {side} of {call.site.label}"
+                raise InputError("streams", expected=expected, got=got)
             else:
                 placed = tokens.cpu().long()
-                if placed.shape != (grid.batch, length):
-                    expected = f"tokens of shape {(grid.batch, length)} for the {side} of {call.site.label}"
-                    raise InputError("streams", expected=expected, got=tuple(placed.shape))
-                self.sizes[name] = max(self.sizes.get(name, 0), int(placed.max()) + 1)
+            self.sizes[name] = max(self.sizes.get(name, 0), int(placed.max()) + 1)
+            if self.sizes[name] > self._whole.get(name, self.sizes[name]):
+                expected = f"indices of {self._whole[name]} tokens of the stream {name!r}"
+                raise InputError("streams", expected=expected, got=f"{self.sizes[name] - 1} in {call.site.label}")
             if side == "queries":
                 read.query_tokens = placed.to(device)
             else:
