@@ -310,6 +310,41 @@ def test_maps_of_llava_pass_from_the_prompt_to_the_vision_tower(implementation):
     assert result.left_out == ()
 
 
+def test_parts_of_a_model_with_as_many_tokens_by_chance_need_streams():
+    ids = torch.cat([torch.full((25,), 3), torch.tensor([7])])[None]  # as many as in the tower
+    patches = InputPatches(
+        llava_inputs() | {"input_ids": ids, "attention_mask": None}, "pixel_values", token_of_pixels(0)
+    )
+    target = PredictedToken(42, position=-1)
+    with pytest.raises(
+        InputError, match=r"got 26 tokens in model\.language_model.*, model\.vision_tower.*; pass streams="
+    ):
+        relevance(llava(), patches, [target], methods=[GRADIENT], steps=0)
+    streams = TokenStreams(lambda call: None if "vision" in call.site.path else ("p", "p"), "p", "p")
+    relevance(llava(), patches, [target], methods=[GRADIENT], steps=0, streams=streams)
+
+
+def test_padding_and_tensors_of_inference_mode():
+    model, patches = vit(), vit_patches()
+    with torch.inference_mode():
+        inference = InputPatches({"pixel_values": picture()}, "pixel_values", token_of_pixels(1))
+    (one,), (other,) = (relevance(model, each, [PredictedToken(3)], steps=0) for each in (patches, inference))
+    require_maps(other, {each.method: each.values for each in one.maps if each.method != OCCLUSION}, 0)
+    decoder = built(transformers.LlamaForCausalLM, tiny.configs()["llama"], "sdpa")
+    ids, results = tiny.TOKENS[:1, :8], []
+    for length in (0, 3):
+        padded = F.pad(ids, (length, 0))
+        mask = (torch.arange(8 + length) >= length).long()[None]
+        embeddings = decoder.get_input_embeddings()(padded).detach()
+        token_of = torch.arange(8 + length)[:, None].masked_fill(~mask.bool()[0, :, None], -1)
+        inputs = {"inputs_embeds": embeddings, "attention_mask": mask, "position_ids": mask.cumsum(1) - 1}
+        padded_patches = InputPatches(inputs, "inputs_embeds", token_of.expand_as(embeddings))
+        (result,) = relevance(decoder, padded_patches, [PredictedToken(42, position=-2)], steps=0)
+        results.append({each.method: each.values[length:] for each in result.maps})
+    for name, values in results[0].items():
+        torch.testing.assert_close(results[1][name], values, rtol=1e-7, atol=1e-9)
+
+
 def test_a_token_that_several_tokens_become_is_divided_among_them():
     link = torch.cat([torch.tensor([-1]), torch.arange(25) // 5 + 2])  # as if five patches were merged
     streams = TokenStreams(of_llava, "prompt", "tower", {("prompt", "tower"): link})
@@ -699,28 +734,40 @@ def test_correlations_that_are_not_defined():
     assert low < high <= 1.0
 
 
-def smooth_maps(grid, length, rho, generator):
-    """Draw two Gaussian maps whose autocorrelation is exp(-distance / length), and whose correlation is `rho`."""
-    distance = torch.cdist(grid, grid)
-    covariance = (-distance / length).exp() if length else torch.eye(len(grid), dtype=torch.float64)
+def smooth_maps(grid, length, rho, count, generator):
+    """Draw pairs of Gaussian maps whose autocorrelation is exp(-distance / length), and whose correlation is `rho`."""
+    covariance = (-torch.cdist(grid, grid) / length).exp() if length else torch.eye(len(grid), dtype=torch.float64)
     factor = torch.linalg.cholesky(covariance + 1e-9 * torch.eye(len(grid), dtype=torch.float64))
-    x, e = factor @ torch.randn(len(grid), 2, dtype=torch.float64, generator=generator).T[..., None]
-    return x[:, 0], (rho * x + math.sqrt(1 - rho**2) * e)[:, 0]
-
-
-@pytest.mark.parametrize("length", [0, 1, 3])
-@pytest.mark.parametrize("rho", [0.0, 0.6])
-def test_the_interval_covers_the_true_correlation_of_smooth_maps(length, rho):
-    grid, generator = grid_of(12, 12), torch.Generator().manual_seed(6)
-    true, covered, plain, count = 6 / math.pi * math.asin(rho / 2), 0, 0, 200
     for _ in range(count):
-        correlation, low, high = spatial_spearman(*smooth_maps(grid, length, rho, generator), grid)
+        x, e = torch.randn(2, len(grid), dtype=torch.float64, generator=generator) @ factor.T
+        yield x, rho * x + math.sqrt(1 - rho**2) * e
+
+
+SIMULATIONS = [((12, 12), length, rho, 200) for length in (0, 1, 3) for rho in (0.0, 0.6)]
+LONG_SIMULATIONS = [
+    pytest.param(size, length, rho, 1000, marks=pytest.mark.slow)
+    for size in ((7, 7), (12, 12), (20, 20), (1, 30))
+    for length in (0, 1, 2, 4)
+    for rho in (0.0, 0.5, 0.8)
+]
+"""Rows and columns of patches, length of the autocorrelation in patches, correlation, number of maps: those of the
+table in docs/relevance.md.
+"""
+
+
+@pytest.mark.parametrize(("size", "length", "rho", "count"), [*SIMULATIONS, *LONG_SIMULATIONS])
+def test_the_interval_covers_the_true_correlation_of_smooth_maps(size, length, rho, count):
+    grid, generator = grid_of(*size), torch.Generator().manual_seed(6)
+    true, covered, plain = 6 / math.pi * math.asin(rho / 2), 0, 0
+    for x, y in smooth_maps(grid, length, rho, count, generator):
+        correlation, low, high = spatial_spearman(x, y, grid)
         covered += low <= true <= high
-        width = 1.96 * math.sqrt((1 + correlation**2 / 2) / 141)
+        width = 1.96 * math.sqrt((1 + correlation**2 / 2) / (len(grid) - 3))
         plain += math.tanh(math.atanh(correlation) - width) <= true <= math.tanh(math.atanh(correlation) + width)
-    print(f"autocorrelation length {length}, correlation {true:.2f}: {covered / count:.1%}, plain {plain / count:.1%}")
+    shown = f"{covered / count:.1%}, as of independent patches {plain / count:.1%}"
+    print(f"{size[0]} x {size[1]} patches, length {length}, correlation {rho}: {shown}")
     assert covered >= 0.91 * count
-    assert length < 3 or plain < 0.75 * count  # the interval of independent patches does not
+    assert length < 3 or len(grid) < 100 or plain < 0.75 * count  # the interval of independent patches does not
 
 
 def test_results_of_several_examples():
@@ -840,7 +887,7 @@ def test_unusable_arguments_are_refused():
         ),
         (
             {"streams": TokenStreams(lambda call: ("t", "t"), "t", "t", {("t", "u"): torch.tensor([26])})},
-            "links: expected a token of 't' for each of 1 tokens of 'u', got 1 tokens, at most 26",
+            r"links: expected a token of 't', or -1, for each of 1 tokens of 'u', got shape \(1,\), from 26 to 26",
         ),
     ]
     for changes, message in cases:

@@ -14,6 +14,7 @@ and attention weights are computed for some query rows at a time.
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -167,11 +168,10 @@ class InputPatches:
         """Numbers that replace occluded entries: the baseline, in a shape that broadcasts to the tensor."""
         values = self.inputs[self.name].detach()
         if self.baseline is not None:
-            baseline = (
-                self.baseline.detach()
-                if isinstance(self.baseline, Tensor)
-                else torch.tensor(finite_number("baseline", self.baseline))
-            )
+            is_tensor = isinstance(self.baseline, Tensor)
+            baseline = torch.as_tensor(
+                self.baseline if is_tensor else finite_number("baseline", self.baseline)
+            ).detach()
             sizes = (*(1,) * (values.ndim - baseline.ndim), *baseline.shape)
             fits = len(sizes) == values.ndim and all(n in (1, m) for n, m in zip(sizes, values.shape, strict=True))
             if not fits or not bool(baseline.isfinite().all()):
@@ -180,10 +180,10 @@ class InputPatches:
                 raise InputError("baseline", expected=expected, got=got)
             return baseline.to(values)
         axis = 1 if self.channel_axis is None and values.ndim == 4 else self.channel_axis
-        is_real, numbers = (self.token_of >= 0).to(values.device), values.double()
+        is_real, numbers = (self.token_of >= 0).cpu(), values.cpu().double()
         axes = [each for each in range(values.ndim) if axis is None or each != axis % values.ndim]
         sums, count = ((each * is_real).sum(axes, keepdim=True) for each in (numbers, torch.ones_like(numbers)))
-        return (sums / count.clamp(min=1)).to(values.dtype)
+        return (sums / count.clamp(min=1)).to(values)
 
     def occluded(self, hidden: Bool[Tensor, "masks patches"]) -> Tensor:
         """Return copies of the float tensor, stacked along a new first axis. In each copy, the entries of the patches
@@ -318,7 +318,8 @@ class OrderCurves:
 
     Attributes:
         shares: share of the patches that are removed or shown at each step, from 0 to 1.
-        deletion: probability while patches are replaced by the baseline, the most relevant first.
+        deletion: probability while patches are replaced by the baseline, the most relevant first. Patches of equal
+            relevance are in the order of the tokens.
         insertion: probability while patches are shown on the baseline, the most relevant first.
         random_deletion: `deletion` for each random order.
         random_insertion: `insertion` for each random order.
@@ -400,10 +401,8 @@ class Relevance:
             MissingExtra: pandas is not installed.
         """
         count = len(self.maps[0].values)
-        columns: dict[str, Any] = {
-            "token": range(count),
-            "is_patch": [each in set(self.patches) for each in range(count)],
-        }
+        patches = set(self.patches)
+        columns: dict[str, Any] = {"token": range(count), "is_patch": [each in patches for each in range(count)]}
         columns |= {each.method: each.values.tolist() for each in self.maps}
         return require("pandas", purpose="a table", extra="tables").DataFrame(columns)
 
@@ -489,7 +488,8 @@ def relevance(
     output projection and the value v_j. So one backward pass to the head outputs is enough.
 
     **Attention rollout** passes the same row vector through (1 - residual) times the mean weights of the heads, plus
-    `residual` times the identity, for the queries of each call. **Attention** is the mean over heads of the weights of
+    `residual` times the identity, for the queries of each call. Its sum is 1, less what learned sinks receive, for one
+    stream. **Attention** is the mean over heads of the weights of
     the query in the last layer with keys in the stream of the patches, or of the chosen `heads`. Calls on which the
     score does not depend are left out of all maps.
 
@@ -586,7 +586,7 @@ def spatial_spearman(
     """Return the Spearman correlation of two maps over patches, and the limits of its 95 % confidence interval.
 
     Values of neighbouring patches are correlated, so n patches are fewer than n independent observations. The interval
-    uses the effective number of observations 1 + 1 / v (Clifford, Richardson and Hemon 1989),
+    uses the effective number of observations 1 + 1 / v (Clifford, Richardson and Hémon 1989),
     with v the variance of the correlation of two independent maps with these autocorrelations,
 
         v = sum over distances d of N_d c_x(d) c_y(d) / n^2
@@ -618,7 +618,7 @@ def spatial_spearman(
         return math.nan, math.nan, math.nan
     one, other = ranks
     correlation = float((one * other).mean().clamp(-1.0, 1.0))
-    grid = grid.double().cpu()
+    grid = grid.cpu().double()
     distance = torch.cdist(grid[:, 1:], grid[:, 1:], compute_mode="donot_use_mm_for_euclid_dist").round().long()
     distance[grid[:, :1] != grid[:, 0]] = int(distance.max()) + 1  # patches of different pictures count as independent
     pairs = torch.bincount(distance.flatten())
@@ -626,7 +626,7 @@ def spatial_spearman(
     products = math.prod(covariances, start=torch.ones(())) / pairs.clamp(min=1)  # N_d c_x(d) c_y(d)
     within = distance[grid[:, :1] == grid[:, 0]]
     variance = float(products[: int(within.max()) // 2 + 1].clamp(min=0.0).sum()) / count**2
-    effective = max(min(1 + 1 / variance, count), 4.0)
+    effective = max(1 + 1 / max(variance, 1 / (count - 1)), 4.0)  # at most `count`
     error = math.sqrt((1 + correlation**2 / 2) / (effective - 3))
     width = float(stats.t.ppf((1 + LEVEL) / 2, effective - 2)) * error
     z = math.atanh(max(min(correlation, 1 - 1e-12), -1 + 1e-12))
@@ -697,7 +697,12 @@ class _Scorer:
         self, model: nn.Module, patches: InputPatches, targets: Sequence[PredictedToken], batch_size: int
     ) -> None:
         self.model, self.patches, self.targets = model, patches, targets
-        self.inputs = to_device(with_cache_disabled(model, dict(patches.inputs)), device_of(model))
+        inputs = to_device(with_cache_disabled(model, dict(patches.inputs)), device_of(model))
+        # A backward pass cannot save tensors that were made in inference mode.
+        self.inputs = {
+            name: value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+            for name, value in inputs.items()
+        }
         self._batch_size, self._is_checked = batch_size, batch_size == 1
         self._known: dict[bytes, Tensor] = {}
 
@@ -746,7 +751,7 @@ class _Scorer:
             return output if count == 1 else pytree.tree_map_only(Tensor, part, output)
 
         scores = [[target.score_of(each) for target in self.targets] for each in map(of_example, range(count))]
-        return torch.stack([torch.stack([score.double().cpu() for score in row]) for row in scores])
+        return torch.stack([torch.stack([score.cpu().double() for score in row]) for row in scores])
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -803,8 +808,9 @@ class _ReadCall:
             block = range(start, min(start + step, int(used[-1]) + 1))
             part = slice(block.start, block.stop)
             weights, values = self._weights_and_values(block)
-            out = self.out[:, :, part].to(weights.dtype)
-            error = (grouped_matmul(weights, values) - out).abs().amax()
+            is_unused = rows[:, None, part, None] == 0  # such as padding
+            out = self.out[:, :, part].to(weights.dtype).masked_fill(is_unused, 0.0)
+            error = (grouped_matmul(weights, values).masked_fill(is_unused, 0.0) - out).abs().amax()
             tolerance = max(LARGEST_LOSS, 8 * torch.finfo(self.out.dtype).eps)
             if not bool(error <= tolerance * out.abs().amax()):
                 got = f"a difference of {float(error):.2g} in {label}"
@@ -848,6 +854,14 @@ class _CallReader(SiteRegistry):
         super().__init__(model)
         self.calls: dict[tuple[SiteKey, int], _ReadCall] = {}
 
+    def require_readable(self) -> None:
+        """Raise `InputError` if the model has no attention, or a module whose attention cannot be read."""
+        self.require_attention()
+        for reason, paths in self._paths_by_reason().items():
+            if reason not in IGNORED:
+                got = f"{self._names(paths)} ({reason})"
+                raise InputError("model", expected="attention that can be read in every module", got=got)
+
     def change(self, call: Call) -> Change | None:
         """Return the function that adds zeros to the head outputs of a call, and stores the call."""
         if not call.is_recomputation:
@@ -860,10 +874,12 @@ class _CallReader(SiteRegistry):
                 added = torch.zeros_like(out).requires_grad_(torch.is_grad_enabled())
                 problem = attended.read_problem()
                 if problem is not None:  # without the graph of the run, which would stay in memory
-                    tensors = {name: getattr(problem, name) for name in ("q", "k", "v", "bias", "sinks", "scale")}
-                    problem = replace(
-                        problem, **{name: each.detach() for name, each in tensors.items() if isinstance(each, Tensor)}
-                    )
+                    changes: dict[str, Any] = {
+                        name: getattr(problem, name).detach()
+                        for name in ("q", "k", "v", "bias", "sinks", "scale")
+                        if isinstance(getattr(problem, name), Tensor)
+                    }
+                    problem = replace(problem, **changes)
                 self.calls[key] = _ReadCall(call, added, out, problem)
             return attended.out + self.calls[key].added
 
@@ -928,9 +944,10 @@ class _AttentionFlow:
         self.left_out = tuple(left_out)
         for (later, earlier), link in streams.links.items():
             size = self.sizes.setdefault(earlier, len(link))
-            if later not in self.sizes or len(link) != size or int(link.max()) >= self.sizes[later]:
-                expected = f"a token of {later!r} for each of {size} tokens of {earlier!r}"
-                raise InputError("links", expected=expected, got=f"{len(link)} tokens, at most {int(link.max())}")
+            if link.shape != (size,) or not bool(((link >= -1) & (link < self.sizes.get(later, 0))).all()):
+                expected = f"a token of {later!r}, or -1, for each of {size} tokens of {earlier!r}"
+                got = f"shape {tuple(link.shape)}, from {int(link.min())} to {int(link.max())}"
+                raise InputError("links", expected=expected, got=got)
         for name in (streams.queries, streams.patches):
             if name not in self.sizes:
                 raise InputError("streams", expected=f"attention calls of the stream {name!r}", got="none")
@@ -948,11 +965,7 @@ class _AttentionFlow:
         with grad[0], grad[1], grad[2], intercepted(model, reader):
             output = call_model(model, scorer.inputs)
             scores = [target.score_of(output) for target in self.targets]
-        reader.require_attention()
-        for reason, paths in reader._paths_by_reason().items():
-            if reason not in IGNORED:
-                got = f"{', '.join(sorted(paths))} ({reason})"
-                raise InputError("model", expected="attention that can be read in every module", got=got)
+        reader.require_readable()
         calls, of_scores = list(reader.calls.values()), []
         for number, score in enumerate(scores):
             if not score.requires_grad:
@@ -987,7 +1000,9 @@ class _AttentionFlow:
         )
         for side, name, tokens, length, is_real, appended in sides:
             if tokens is None:
-                is_token = torch.ones(grid.batch, length, dtype=torch.bool) if is_real is None else is_real.cpu().clone()
+                is_token = (
+                    torch.ones(grid.batch, length, dtype=torch.bool) if is_real is None else is_real.cpu().clone()
+                )
                 is_token[:, length - appended :] = False
                 placed = (is_token.flatten().cumsum(0) - 1).view_as(is_token).masked_fill(~is_token, -1)
                 size = int(is_token.sum())
@@ -1031,14 +1046,14 @@ class _AttentionFlow:
             for read, product in zip(active, products, strict=True):
                 _add(rows[read.keys], read.key_tokens, product)
         self._hand_over(self.streams.patches, rows, pending)
-        return rows[self.streams.patches].double().cpu()
+        return rows[self.streams.patches].cpu().double()
 
     def attention(self, number: int, heads: Collection[tuple[Any, int]] | None) -> Float[Tensor, " tokens"]:
         """Return the attention weights of the query of predicted token `number`, averaged over heads: over all heads of
         the last layer whose keys are in the stream of patches, or in one linked with it, or over chosen `heads`.
         """
-        start, rows, pending = self._start(number), self._start(number), dict(self.streams.links)
-        rows[self.streams.queries].zero_()
+        start, pending = self._start(number), dict(self.streams.links)
+        rows = {name: torch.zeros_like(row) for name, row in start.items()}
         calls = [
             (place, read)
             for place, group in enumerate(self._groups)
@@ -1064,14 +1079,15 @@ class _AttentionFlow:
             chosen = [(read, by_site[read.call.site]) for _, read in calls if read.call.site in by_site]
         if not chosen:
             expected = f"attention from {self.streams.queries!r} to tokens that reach {self.streams.patches!r}"
-            raise InputError("streams", expected=expected, got="none")
+            remedy = f"leave out the method {ATTENTION!r}"
+            raise InputError("streams", expected=expected, got="none", remedy=remedy)
         # Several calls of a site, such as windows, have the same heads.
         total = sum(len(of_site) for of_site in {read.call.site: of_site for read, of_site in chosen}.values())
         for read, of_call in chosen:
             product = read.product(_taken(start[read.queries], read.query_tokens), heads=of_call)
             _add(rows[read.keys], read.key_tokens, product / total)
         self._hand_over(self.streams.patches, rows, pending)
-        return rows[self.streams.patches].double().cpu()
+        return rows[self.streams.patches].cpu().double()
 
     def _start(self, number: int) -> dict[str, Float[Tensor, " tokens"]]:
         """Return a row vector for each stream: zeros, with 1 at the query of predicted token `number`."""
@@ -1112,7 +1128,7 @@ class _AttentionFlow:
 
 def _one_stream(calls: Sequence[_ReadCall]) -> TokenStreams:
     """Return the only stream of a model: all calls of self-attention over as many tokens as the last call on which a
-    score depends.
+    score depends. Raise `InputError` if there may be several streams.
     """
     active = [each.call for each in calls if any(gradient is not None for gradient in each.gradients)]
     remedy = "pass streams=, which states the streams of queries and keys"
@@ -1131,6 +1147,11 @@ def _one_stream(calls: Sequence[_ReadCall]) -> TokenStreams:
         sizes = call.grid.batch, call.grid.queries, call.grid.keys - call.appended_keys
         return CallStreams(ONE_STREAM, ONE_STREAM) if sizes == (1, grid.queries, grid.queries) else None
 
+    # Layers of another part of the model may have as many tokens by chance.
+    names = {re.sub(r"\d+", "*", call.site.path) for call in active if of_call(call) is not None}
+    if len(names) > 1:
+        got = f"{grid.queries} tokens in {', '.join(sorted(names))}"
+        raise InputError("model", expected="modules of one name in all layers", got=got, remedy=remedy)
     return TokenStreams(of_call, ONE_STREAM, ONE_STREAM)
 
 
