@@ -237,7 +237,7 @@ def reader(tmp_path, monkeypatch, request):
 
 PAGES = (
     *("accelerate", "backends", "convert", "cpu", "distances", "gates", "gpu", "importance", "in-context", "masks"),
-    *("positions", "profile", "roles", "study", "watch"),
+    *("positions", "profile", "relevance", "roles", "study", "watch"),
 )
 """Pages whose examples run as they stand, with small models. Other tests run the examples of the other pages."""
 

@@ -72,7 +72,6 @@ def view(
 
     Examples:
     headwise view "Which do you like better, coffee or tea?" --focus object=you,coffee,tea --html page.html
-    headwise view "Once upon a time" --model smollm2 --generate 40 --html story.html
     headwise view "What is left of the red circle?" --image scene.png --model FOLDER --html page.html
     cat notes.txt | headwise view - --layer 0 --head 9
     """
@@ -82,7 +81,7 @@ def view(
     from headwise.show.terminal import print_foci, print_view, print_views
 
     if text is None and not image:
-        raise InputError("text", expected="a text, or --image", got="neither")
+        raise InputError("text", expected="a text or --image", got="neither")
     content = None if text is None else _read_text(text)
     texts: Any = content
     if content is not None:
