@@ -1,6 +1,7 @@
 """Texts with pictures: words and patches in one view, regions, steps of generation, overlays and maps of relevance."""
 
 import base64
+import math
 import re
 from dataclasses import replace
 
@@ -339,8 +340,8 @@ def with_maps(page_of: Contents) -> Contents:
 def test_maps_of_relevance_are_shown_for_the_pinned_word(open_page):
     page = open_page(with_maps(contents()[0]))
     panel = page.locator("#head-maps")
-    assert panel.inner_text().split("\n") == ["Maps of relevance", "", "For the prediction of “blue” “square”"]
-    panel.get_by_role("button", name="“square”").click()
+    assert panel.inner_text().split("\n") == ["Maps of relevance", "", "For the prediction of “blue” of “square”"]
+    panel.get_by_role("button", name="of “square”").click()
     panel.locator("h3", has_text="Maps of relevance for the prediction of “square”").wait_for()
     cards = panel.locator(".map")
     assert cards.locator("h4").all_inner_texts() == ["occlusion", "attention"]
@@ -363,7 +364,7 @@ def test_maps_of_relevance_are_shown_for_the_pinned_word(open_page):
     page.get_by_role("slider", name="Generated word").fill("2")
     panel.locator("h3", has_text="“blue”").wait_for()
     page.get_by_role("slider", name="Generated word").fill("1")
-    panel.locator("p", has_text="For the prediction of").wait_for()
+    panel.locator("p", has_text="For the prediction of “blue” of “square”").wait_for()
 
 
 def test_maps_and_rows_are_stored(monkeypatch):
@@ -372,6 +373,10 @@ def test_maps_and_rows_are_stored(monkeypatch):
     page_of, _ = contents()
     values, arrays = page_json(with_maps(page_of))
     maps = values["passages"][0]["maps"]
+    assert [maps[place]["agreement"] for place in (0, 1)] == [None, [0.03, -0.12, 0.19]]
+    unknown = replace(relevance_maps(0)[1], agreement=(math.nan,) * 3)
+    page_of_unknown = replace(page_of, passages=(replace(page_of.passages[0], maps=(unknown,)),))
+    assert page_json(page_of_unknown)[0]["passages"][0]["maps"][0]["agreement"] == [None] * 3
     assert [each["target"] for each in maps] == [len(SIDE.tokens) - 2] * 2 + [len(SIDE.tokens) - 1] * 2
     assert maps[1]["curves"] == [("deletion", 3), ("insertion", 3), ("random deletion", 3), ("random insertion", 3)]
     assert "p0-maps" in arrays

@@ -203,12 +203,14 @@ class RelevanceMap:
         method: name of the method, such as "gradient-weighted attention" or "occlusion".
         meaning: one sentence that states what a value is.
         side: index of the side whose tokens have the values.
-        target: index of the predicted token, in the last side of the passage.
+        target: index of the predicted token, in the last side with generated words, or else in the last side. For a
+            class, it is the token from which the model predicts the class.
         values: relevance of each token; NaN at tokens without a value, as at words if only patches are measured.
-        agreement: Spearman correlation with occlusion, and the limits of its confidence interval; None for occlusion.
-        curves: probability of the predicted token against the number of patches that are removed ("deletion") or shown
-            ("insertion") in the order of the values, and the means over random orders ("random deletion", "random
-            insertion"); all of the same length.
+        agreement: Spearman correlation with occlusion, and the limits of its confidence interval; NaN if it is unknown,
+            and None for occlusion.
+        curves: probability of the predicted token, or its score, against the share of the patches that are removed
+            ("deletion") or shown ("insertion") in the order of the values, from none to all in equal steps, and the
+            means over random orders ("random deletion", "random insertion"); all of the same length.
     """
 
     method: str

@@ -129,7 +129,7 @@ def _passage_json(
             "meaning": each.meaning,
             "side": each.side,
             "target": each.target,
-            "agreement": each.agreement,
+            "agreement": each.agreement and [None if math.isnan(number) else number for number in each.agreement],
             "curves": [(name, len(curve)) for name, curve in each.curves.items()],
         }
         for each in passage.maps

@@ -92,6 +92,7 @@ test("a map that does not agree with occlusion says so", () => {
   assert.match(no.text, /Spearman 0\.03 \(−0\.1[23] to 0\.19\)$/);
   assert.equal(no.warning, "This map does not agree with occlusion.");
   assert.notEqual(agreementText([0.2, 0, 0.4]).warning, "");
+  assert.deepEqual(agreementText([null, null, null]), {text: "Agreement with occlusion: unknown", warning: ""});
 });
 
 test("settings in which a page opens have the types of the defaults", () => {

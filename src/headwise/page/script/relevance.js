@@ -1,5 +1,5 @@
 /** Maps of relevance for a predicted token: pictures, their agreement with occlusion, and deletion and insertion curves. */
-import {byId, element, formatNumber, formatWeight, svgElement} from "./dom.js";
+import {byId, element, formatNumber, svgElement} from "./dom.js";
 import {seriesClass} from "./colours.js";
 import {sentenceLine} from "./sentence.js";
 import {quotedName} from "./words.js";
@@ -35,6 +35,7 @@ export function areaUnder(curve) {
 /** Return sentences about the agreement of a map with occlusion, {text, warning}; both are "" for occlusion itself. */
 export function agreementText(agreement) {
   if (!agreement) return {text: "", warning: ""};
+  if (agreement.includes(null)) return {text: "Agreement with occlusion: unknown", warning: ""};
   const [value, low, high] = agreement.map(number => number.toFixed(2).replace("-", "−"));
   return {
     text: `Agreement with occlusion: Spearman ${value} (${low} to ${high})`,
@@ -51,10 +52,13 @@ export function createRelevance(app) {
   return async (pin, querySide) => {
     const passage = app.passage();
     const maps = page.passages[passage]?.maps ?? [];
-    const last = (page.passages[passage]?.sides.length ?? 0) - 1;
-    root.hidden = !maps.length || querySide !== last;
+    const sides = page.passages[passage]?.sides ?? [];
+    const generated = sides.findLastIndex(side => side.generated !== null);
+    const side = generated < 0 ? sides.length - 1 : generated;
+    root.hidden = !maps.length || querySide !== side;
     if (root.hidden) return;
-    const units = page.units(passage, last, state.get("words"));
+    const units = page.units(passage, side, state.get("words"));
+    const nameOf = unit => (units.special[unit] ? `at ${units.labels[unit]}` : `of ${quotedName(units, unit, 20)}`);
     const isOf = (map, unit) => units.of[map.target] === unit;
     const chosen = pin ? maps.filter(map => isOf(map, pin.unit)) : [];
     const key = `${passage} ${state.get("words")} ${chosen.length ? pin.unit : ""}`;
@@ -68,15 +72,15 @@ export function createRelevance(app) {
         element(
           "button",
           {type: "button", class: "link", click: () => state.set({pin: `q${unit}`, direction: "from"})},
-          quotedName(units, unit, 20),
+          nameOf(unit),
         ),
       ]);
-      root.replaceChildren(title, element("p", {class: "soft"}, "For the prediction of", ...buttons));
+      root.replaceChildren(title, element("p", {class: "soft"}, "For the prediction", ...buttons));
       return;
     }
     const all = await page.maps(passage);
     if (key !== shown) return;
-    title.append(` for the prediction of ${quotedName(units, pin.unit)}`);
+    title.append(` for the prediction ${nameOf(pin.unit)}`);
     const selected = all.filter((_, place) => chosen.includes(maps[place]));
     const curves = CURVES.filter(({name}) => selected.some(map => map.curves[name]));
     root.replaceChildren(
@@ -115,8 +119,8 @@ function mapCard(page, passage, map, state, place) {
 /** Return the areas under a curve and under the mean over random orders as text. */
 function areasOf(curves, name) {
   const random = curves[`random ${name}`];
-  const title = `${name[0].toUpperCase()}${name.slice(1)}: area ${formatWeight(areaUnder(curves[name]))}`;
-  return title + (random ? ` (random order ${formatWeight(areaUnder(random))})` : "");
+  const title = `${name[0].toUpperCase()}${name.slice(1)}: area ${formatNumber(areaUnder(curves[name]))}`;
+  return title + (random ? ` (random order ${formatNumber(areaUnder(random))})` : "");
 }
 
 /** Return a plot of the curves of all maps, and of the mean over random orders. */
@@ -124,30 +128,32 @@ function curvePlot(maps, {name, axis}) {
   const {width, height, left, bottom, top, right} = PLOT;
   const drawn = maps.map((map, place) => ({map, place})).filter(({map}) => map.curves[name]);
   const random = drawn.map(({map}) => map.curves[`random ${name}`]).find(Boolean);
-  const largest = Math.max(1e-9, ...drawn.flatMap(({map}) => [...map.curves[name]]), ...(random ?? []));
+  const numbers = [...drawn.flatMap(({map}) => [...map.curves[name]]), ...(random ?? [])];
+  const [least, largest] = [Math.min(0, ...numbers), Math.max(1e-9, ...numbers)];
+  const measure = least < 0 || largest > 1 ? "score" : "probability";
   const pathOf = (values, type) => {
     const x = place => left + (place / Math.max(values.length - 1, 1)) * (width - left - right);
-    const y = value => height - bottom - (Math.max(value, 0) / largest) * (height - bottom - top);
+    const y = value => height - bottom - ((value - least) / (largest - least)) * (height - bottom - top);
     const points = Array.from(values, (value, place) => `${x(place).toFixed(1)} ${y(value).toFixed(1)}`);
     return svgElement("path", {class: `curve ${type}`, d: `M${points.join("L")}`, fill: "none"});
   };
   const text = (x, y, anchor, content) => svgElement("text", {x, y, "text-anchor": anchor}, content);
-  const numbers = drawn.map(({map}) => `${map.method}: ${areasOf(map.curves, name)}`).join("; ");
+  const areas = drawn.map(({map}) => `${map.method}: ${areasOf(map.curves, name)}`).join("; ");
   return element(
     "figure",
     {class: "map-curve"},
-    element("figcaption", {class: "soft"}, `${name[0].toUpperCase()}${name.slice(1)}: probability of the token`),
+    element("figcaption", {class: "soft"}, `${name[0].toUpperCase()}${name.slice(1)}: ${measure} of the token`),
     svgElement(
       "svg",
-      {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Probability against ${axis}. ${numbers}`},
+      {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `The ${measure} against ${axis}. ${areas}`},
       svgElement("path", {class: "axis", d: `M${left} ${top}V${height - bottom}H${width - right}`, fill: "none"}),
       random ? pathOf(random, "random") : "",
       ...drawn.map(({map, place}) => pathOf(map.curves[name], seriesClass(place))),
-      text(left - 4, top + 8, "end", formatWeight(largest)),
-      text(left - 4, height - bottom, "end", "0"),
-      text(left, height - 4, "start", "0"),
+      text(left - 4, top + 8, "end", formatNumber(largest)),
+      text(left - 4, height - bottom, "end", least < 0 ? formatNumber(least) : "0"),
+      text(left, height - 4, "start", "0 %"),
       text((left + width) / 2, height - 4, "middle", axis),
-      text(width - right, height - 4, "end", String(drawn[0].map.curves[name].length - 1)),
+      text(width - right, height - 4, "end", "100 %"),
     ),
   );
 }
