@@ -277,7 +277,7 @@ def test_heads_are_ranked_by_the_attention_of_the_pinned_word(open_page):
     unit, marked = GENERATED[1], [*PATCHES[1]][:3]
     marks = ".".join(map(str, marked))
     page = open_page(page_of, address=f"#pin=q{unit}&marking=true&marks=0:{marks}")
-    page.get_by_role("button", name="from the pinned word or patch").click()
+    page.get_by_role("button", name="pinned", exact=True).click()
     page.locator("#find-kind", has_text="The attention that “blue” puts on the marked words and patches.").wait_for()
     page.locator("#find-result tbody tr").first.wait_for()
     found = sorted(((float(matrix[unit, marked].sum()), f"{head // 3}.{head % 3}")
@@ -340,7 +340,7 @@ def with_maps(page_of: Contents) -> Contents:
 def test_maps_of_relevance_are_shown_for_the_pinned_word(open_page):
     page = open_page(with_maps(contents()[0]))
     panel = page.locator("#head-maps")
-    assert panel.inner_text().split("\n") == ["Maps of relevance", "", "For the prediction of “blue” of “square”"]
+    assert panel.inner_text().split("\n") == ["Maps of relevance", "", "For the prediction of “blue”, of “square”"]
     panel.get_by_role("button", name="of “square”").click()
     panel.locator("h3", has_text="Maps of relevance for the prediction of “square”").wait_for()
     cards = panel.locator(".map")
@@ -364,7 +364,7 @@ def test_maps_of_relevance_are_shown_for_the_pinned_word(open_page):
     page.get_by_role("slider", name="Generated word").fill("2")
     panel.locator("h3", has_text="“blue”").wait_for()
     page.get_by_role("slider", name="Generated word").fill("1")
-    panel.locator("p", has_text="For the prediction of “blue” of “square”").wait_for()
+    panel.locator("p", has_text="For the prediction of “blue”, of “square”").wait_for()
 
 
 def test_maps_and_rows_are_stored(monkeypatch):

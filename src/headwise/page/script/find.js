@@ -33,7 +33,7 @@ export function createFind(app) {
     [
       ["received", "received"],
       ["exchanged", "exchanged"],
-      ["pinned", page.say("from the pinned word")],
+      ["pinned", "pinned"],
     ],
     state.get("focus"),
     focus => state.set({focus}),

@@ -12,7 +12,14 @@ export const TOP_MARGIN = 74;
 const SMALLEST_LABELLED_CELL = 11;
 
 /** Longest label of a row or a column, in characters. */
-const LONGEST_LABEL = {word: 12, patch: 18};
+const LONGEST_LABEL = {word: 12, patch: 16};
+
+/** Return the label of a unit. If there are several pictures, that of a patch has the number of its picture, as "#2 (3, 4)". */
+function axisLabel({labels, patches, pictures}, unit) {
+  if (!patches[unit] || pictures.length < 2) return labels[unit];
+  const [picture] = patches[unit];
+  return labels[unit].replace(`${pictures[picture].name} `, () => `#${picture + 1} `);
+}
 
 /**
  * Return the colours of a matrix: a function from a part of the scale to a colour. Parts are from 0 to 1; of
@@ -119,7 +126,7 @@ function paintAxis(context, {units, shown, start, cell, size, active, pointed}, 
     context.fillText(text, 0, 0);
     context.restore();
   };
-  const name = unit => shortened(units.labels[unit], LONGEST_LABEL[nounOf(units, unit)]);
+  const name = unit => shortened(axisLabel(units, unit), LONGEST_LABEL[nounOf(units, unit)]);
   const centreOf = place => (place + 0.5 - start) * cell;
   const first = Math.ceil(start / step) * step;
   for (let place = first; place < shown.length && (place - start) * cell < size; place += step) {

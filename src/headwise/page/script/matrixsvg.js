@@ -61,14 +61,14 @@ export function matrixSvg({grid, caption, colourOf, picture}) {
       svgElement(
         "text",
         {x: SVG_LEFT - 6, y: SVG_TOP + row * SVG_CELL + 11, "text-anchor": "end", fill: ink},
-        shortened(matrix.queryUnits.labels[query], 16),
+        shortened(matrix.queryUnits.labels[query], 18),
       ),
     ),
     ...columns.map((key, column) =>
       svgElement(
         "text",
         {transform: `translate(${SVG_LEFT + column * SVG_CELL + 9} ${SVG_TOP - 6}) rotate(-60)`, fill: ink},
-        shortened(matrix.keyUnits.labels[key], 16),
+        shortened(matrix.keyUnits.labels[key], 18),
       ),
     ),
     svgScale(bottom + 4, caption),

@@ -67,8 +67,8 @@ export function createRelevance(app) {
     const title = element("h3", {}, "Maps of relevance");
     if (!chosen.length) {
       const targets = [...new Set(maps.map(map => units.of[map.target]))];
-      const buttons = targets.flatMap(unit => [
-        " ",
+      const buttons = targets.flatMap((unit, place) => [
+        place ? ", " : " ",
         element(
           "button",
           {type: "button", class: "link", click: () => state.set({pin: `q${unit}`, direction: "from"})},
