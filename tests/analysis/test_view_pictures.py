@@ -303,3 +303,32 @@ def test_a_region_of_a_picture_ranks_heads_by_the_attention_on_its_patches():
         seen.find([hw.Region(0.0, 0.0, 0.5, 0.5, "picture 2")])
     with pytest.raises(hw.InputError, match="^region: expected left < right and top < bottom, from 0 to 1, got"):
         hw.Region(0.5, 0.0, 0.2, 1.0)
+
+
+def test_a_plain_question_becomes_a_message_by_the_chat_template_and_begins_once():
+    case = multimodal.case("LLaVA")
+    case.processor.chat_template = (
+        "{{ bos_token }}{% for part in messages[0].content %}"
+        "{% if part.type == 'image' %}<image>\n{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    )
+    case.processor.tokenizer.bos_token = "[CLS]"
+    seen = hw.view(case.model, case.processor, "w5 w6", images=case.picture(case.sizes[0], 0))
+    words = [word.text for word, patch in zip(seen.words, seen.texts[0].patches, strict=True) if patch is None]
+    assert words == ["[CLS]", "\\n", "w5", "w6"]
+    assert seen.text == "\\n w5 w6"
+
+
+def test_a_processor_whose_output_depends_on_colours_is_refused():
+    def process(images, return_tensors):
+        width = 48 if images[0].getpixel((0, 0))[0] == 200 else 32
+        return PROCESSOR.__class__(size={"height": 48, "width": width})(images=images, return_tensors=return_tensors)
+
+    with pytest.raises(
+        hw.InputError, match="^processor: expected one whose output depends on the size of a picture al"
+    ):
+        hw.view(vit(), process, images=Image.new("RGB", (48, 48), (200, 0, 0)))
+
+
+def test_pictures_are_not_truncated():
+    with pytest.raises(hw.InputError, match="^truncate: expected False with pictures, got True"):
+        hw.view(vit(), None, images=torch.rand(1, 3, 48, 48), truncate=True)

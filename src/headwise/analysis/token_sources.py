@@ -77,6 +77,12 @@ class TokenStream:
     size: int
     tokens_of: Mapping[str, Int[Tensor, "rows elements"]]
 
+    @property
+    def ids_name(self) -> str | None:
+        """Name of the input of token ids of which some are tokens of this stream; None if there is none."""
+        named = (name for name, tokens in self.tokens_of.items() if name.endswith(IDS) and bool((tokens >= 0).any()))
+        return next(named, None)
+
 
 @dataclass(frozen=True, eq=False)
 class TokenSources:
@@ -110,19 +116,19 @@ def token_sources(
             elements, such as padding, are not changed. Token ids are found by their embeddings.
 
     Raises:
-        InputError: the tokens depend on the inputs in another way in each call, as in a model that masks at random; the
-            gradients contradict the changes.
+        InputError: the tokens depend on the inputs in another way in each call, as in a model that masks at random.
     """
     generator = torch.Generator().manual_seed(0)
     runs = _Runs(model, inputs, parts)
     before, again = runs.features(), runs.features()
-    if any(_changed(one, other).any() for side in before for one, other in [(before[side], again[side])]):
+    if any(bool(_changed(features, again.get(side)).any()) for side, features in before.items()):
         got = "other tokens in a second call, as of a model that masks patches at random"
         raise InputError("model", expected="the same tokens for the same input", got=got)
     tests = [runs.random_subsets(generator) for _ in range(TESTS)]
     changed = [runs.features(subsets, generator) for subsets in tests]
     signatures = {
-        side: torch.stack([_changed(features, after[side]) for after in changed]) for side, features in before.items()
+        side: torch.stack([_changed(features, after.get(side)) for after in changed])
+        for side, features in before.items()
     }
     streams: list[TokenStream] = []
     first_of: list[tuple[Place, bool]] = []
@@ -145,9 +151,11 @@ def token_sources(
     return TokenSources(tuple(streams), known, runs.unknown)
 
 
-def _changed(before: Float[Tensor, "tokens features"], after: Float[Tensor, "_ _"]) -> Bool[Tensor, " tokens"]:
-    """Return True for each token whose features differ by more than rounding."""
-    if before.shape != after.shape:
+def _changed(before: Float[Tensor, "tokens features"], after: Float[Tensor, "_ _"] | None) -> Bool[Tensor, " tokens"]:
+    """Return True for each token whose features differ by more than rounding. All differ if there are other tokens, or
+    none (`after` is None), in the second run.
+    """
+    if after is None or before.shape != after.shape:
         return torch.ones(len(before), dtype=torch.bool)
     scale = before.abs().amax().clamp(min=torch.finfo(before.dtype).tiny)
     return ~((before - after).abs().amax(-1) <= LARGEST_ROUNDING * scale)
@@ -411,7 +419,7 @@ def _tokens_of_call(call: Call) -> list[tuple[Float[Tensor, "tokens width"], Int
         numbers = numbered.numbers.cpu().reshape(grid.batch, -1, count) - 1
         return prod(numbered.linear_map.shape), numbers[:, 0]
 
-    def tokens_among(tensors: list[Tensor], size: int, others: int) -> Tensor | None:
+    def tokens_among(tensors: list[Tensor], size: int) -> Tensor | None:
         for tensor in tensors:
             is_mask = tensor.ndim == 4 and tensor.shape[-2:] == (grid.queries, grid.keys)
             if tensor.numel() == size * tensor.shape[-1] and not is_mask:
@@ -419,13 +427,13 @@ def _tokens_of_call(call: Call) -> list[tuple[Float[Tensor, "tokens width"], Int
         return None
 
     size, rows = rows_of(None if compared is None else compared.queries, grid.queries)
-    queries = tokens_among(received, size, grid.keys)
+    queries = tokens_among(received, size)
     if queries is None:
         return None
     sides = [(queries.reshape(size, -1), rows)]
     key_size, key_rows = rows_of(None if compared is None else compared.keys, grid.keys)
     if call.site.cross:
-        keys = tokens_among([each for each in received if each is not queries], key_size, grid.queries)
+        keys = tokens_among([each for each in received if each is not queries], key_size)
         if keys is None:
             return None
         sides.append((keys.reshape(key_size, -1), key_rows))

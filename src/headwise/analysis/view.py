@@ -144,6 +144,8 @@ def view(
     def view_one(text: Any, pictures: Any, target: Any) -> View:
         """Return the attention of each head on one text, with its pictures."""
         if pictures is not None:
+            if truncate:
+                raise InputError("truncate", expected="False with pictures", got=True)
             return _view_pictures(model, processor, text, pictures, target, generate, shown)
         tokenizer = getattr(processor, "tokenizer", processor)
         reader = text_model(model) if hasattr(model, "config") or not isinstance(model, nn.Module) else model

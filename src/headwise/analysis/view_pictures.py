@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.patches import ElementPlaces, displayed_pictures, element_places, patches_of, pixel_places
-from headwise.analysis.token_sources import IDS, CallTokens, Place, TokenSources, TokenStream, token_sources
+from headwise.analysis.token_sources import IDS, CallTokens, Place, TokenStream, token_sources
 from headwise.analysis.view_result import ViewedText
 from headwise.data.batches import device_of, is_encoder_decoder
 from headwise.data.tokenization import Token, Word, decoded_words
@@ -61,12 +61,12 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
     pictures = tuple(_opened(each) for each in several)
     if not pictures:
         raise InputError("images", expected="at least one picture", got="an empty list")
+    options: dict[str, Any] = {}
     if text is not None:
-        text = _with_picture_tokens(getattr(processor, "func", processor), text, len(pictures))
+        options = _with_picture_tokens(getattr(processor, "func", processor), text, len(pictures))
 
     def process(changed: Sequence[Any]) -> dict[str, Tensor]:
-        arguments = {"images": list(changed), "return_tensors": "pt"} | ({} if text is None else {"text": text})
-        outputs = dict(processor(**arguments))
+        outputs = dict(processor(images=list(changed), return_tensors="pt", **options))
         parameters = inspect.signature(model.forward).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         return {
@@ -79,6 +79,9 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
         inputs = process(pictures)
         places = element_places(process, pictures)
     read = {int(number) for each in places.values() for number in torch.unique(each.picture).tolist()} - {-1}
+    if any(len(of_input.picture) != inputs[name].numel() for name, of_input in places.items()):
+        expected = "one whose output depends on the size of a picture alone"
+        raise InputError("processor", expected=expected, got="an output of another size for other colours")
     if read != set(range(len(pictures))):
         got = f"{len(read)} of them" if read else "none of them"
         raise InputError("processor", expected=f"one that passes {len(pictures)} pictures to the model", got=got)
@@ -101,18 +104,20 @@ def _opened(picture: Any) -> Any:
     return picture.convert("RGB")
 
 
-def _with_picture_tokens(processor: Any, text: str, count: int) -> str:
-    """Return the text of a prompt with a token for each picture. A text that has none becomes the message of a user if
-    the processor has a chat template.
+def _with_picture_tokens(processor: Any, text: str, count: int) -> dict[str, Any]:
+    """Return the arguments of a processor for the text of a prompt with a token for each picture. A text that has none
+    becomes the message of a user if the processor has a chat template.
     """
     token = getattr(processor, "image_token", None)
     if not isinstance(token, str) or token in text or not getattr(processor, "chat_template", None):
-        return text
+        return {"text": text}
     content = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": text}]
     message = [{"role": "user", "content": content}]
     with errors_of("text", expected=f"a text with {token}, or one that the chat template of the processor takes"):
         prompt: str = processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    return prompt
+    # Many templates write the token that begins a text, which the tokenizer would add once more.
+    begin = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
+    return {"text": prompt} | ({"add_special_tokens": False} if begin and prompt.startswith(begin) else {})
 
 
 def with_generated(
@@ -124,19 +129,25 @@ def with_generated(
     if not (hasattr(model, "can_generate") and model.can_generate()):
         remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
         raise InputError("model", expected="a model that generates text", got=type(model).__name__, remedy=remedy)
-    ids = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
-    pad = next((each for each in ids if each is not None), None)
-    options = {"do_sample": False, "num_beams": 1, "output_logits": True, "return_dict_in_generate": True}
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "num_beams": 1,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    if getattr(model.generation_config, "pad_token_id", None) is None:  # `generate` would warn
+        ids = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+        options["pad_token_id"] = next((each for each in ids if each is not None), None)
     with errors_of("generate", expected="a model that generates these tokens"), torch.no_grad():
-        result = model.generate(**inputs, max_new_tokens=count, pad_token_id=pad, **options)
+        result = model.generate(**inputs, max_new_tokens=count, **options)
     if len(result.sequences) != 1:
         got = f"{len(result.sequences)} of them"
         raise InputError("generate", expected="a generation config that returns one sequence", got=got)
-    ids, logits = result.sequences, torch.cat(result.logits).float()
+    sequence, logits = result.sequences, torch.cat(result.logits).float()
     if is_encoder_decoder(model) or IDS not in inputs:
-        return {**inputs, f"decoder_{IDS}": ids} if is_encoder_decoder(model) else {**inputs, IDS: ids}, logits
+        return {**inputs, f"decoder_{IDS}" if is_encoder_decoder(model) else IDS: sequence}, logits
     prompt = inputs[IDS]
-    added = ids[:, ids.shape[1] - len(logits) :]
+    added = sequence[:, sequence.shape[1] - len(logits) :]
     extended = dict(inputs)
     for name, value in inputs.items():
         if value.shape[:2] != prompt.shape or name.startswith("pixel"):
@@ -169,21 +180,21 @@ def viewed_texts(
     """
     parts = {name: places.picture >= 0 for name, places in prompt.places.items()}
     sources = token_sources(model, inputs, parts)
+    used = {side.stream for sides in sources.calls.values() for side in sides}
     # The last ids are those that the model has generated.
-    last = [name for name in inputs if name.endswith(IDS) and not name.startswith("qformer")][-1:] if generated else []
-    texts = [
-        _text_of(stream, sources, prompt, inputs, tokenizer, generated if last else 0, last)
-        for stream in sources.streams
-    ]
-    if not any(patch for text in texts for patch in text.patches):
+    last = [name for name in inputs if name.endswith(IDS) and not name.startswith("qformer")][-1:]
+    texts = {
+        number: _text_of(stream, prompt, inputs, tokenizer, generated if stream.ids_name in last else 0)
+        for number, stream in enumerate(sources.streams)
+        if number in used
+    }
+    if not any(patch for text in texts.values() for patch in text.patches):
         unknown = ", ".join(dict.fromkeys(sources.unknown.values())) or "none"
         raise InputError("model", expected="tokens that each depend on a part of a picture", got=unknown)
     # First the prompt with words and patches, then what other tokens attend to.
-    is_prompt = [bool(text.patches) and text.ids is not None for text in texts]
-    is_source = [False] * len(texts)
-    for queries, keys in sources.calls.values():
-        is_source[keys.stream] |= keys.stream != queries.stream
-    order = sorted(range(len(texts)), key=lambda index: (not is_prompt[index], not is_source[index], index))
+    is_source = {keys.stream for queries, keys in sources.calls.values() if keys.stream != queries.stream}
+    is_prompt = {number for number, text in texts.items() if text.patches and text.ids is not None}
+    order = sorted(texts, key=lambda number: (number not in is_prompt, number not in is_source, number))
     calls = {
         place: (
             queries._replace(stream=order.index(queries.stream)),
@@ -196,23 +207,21 @@ def viewed_texts(
 
 def _text_of(
     stream: TokenStream,
-    sources: TokenSources,
     prompt: PicturePrompt,
     inputs: Mapping[str, Tensor],
     tokenizer: Any,
     generated: int,
-    last: Sequence[str],
 ) -> ViewedText:
     """Return a sequence of tokens as a text: token ids as words of the text, and patches as words named by row and
-    column, such as "(1, 2)". Tokens that are neither are special tokens.
+    column, such as "(1, 2)". Tokens that are neither are special tokens. `generated` is the number of tokens at the end
+    that the model has generated.
     """
     shown, patches = patches_of(stream, prompt.places)
-    names = [name for name, found in stream.tokens_of.items() if name not in prompt.places and bool((found >= 0).any())]
     position_of = torch.full((stream.size,), -1)
-    ids = None
-    if names:
-        ids = inputs[names[0]][0].cpu()
-        for tokens in stream.tokens_of[names[0]]:
+    ids, ids_name = None, stream.ids_name
+    if ids_name is not None:
+        ids = inputs[ids_name][0].cpu()
+        for tokens in stream.tokens_of[ids_name]:
             position_of[tokens[tokens >= 0]] = (tokens >= 0).nonzero()[:, 0]
     positions: list[int] = position_of.tolist()
     labels = _labels(patches)
@@ -240,23 +249,24 @@ def _text_of(
             words.append(Word(label, not is_patch, is_patch))
             tokens_shown.append(Token(label, not is_patch, True, False))
         start = stop
-    is_last = bool(last) and names[:1] == list(last)
-    kept = [word.text for word in words if not word.special and not word.text.startswith("(")]
+    is_patch_word = {word for word, patch in zip(word_of, patches, strict=True) if patch is not None}
+    kept = [word.text for index, word in enumerate(words) if not word.special and index not in is_patch_word]
     viewed_ids = None
     if ids is not None:  # patches are different tokens, although the model's ids of them are the same
         viewed_ids = torch.where(position_of >= 0, ids[position_of.clamp(min=0)], -1 - torch.arange(stream.size))[None]
-    name = (
-        "prompt" if ids is not None and shown else names[0].removesuffix(f"_{IDS}").removesuffix(IDS) if names else ""
-    )
+    if ids_name is None:
+        name = "picture" if shown else "tokens"
+    else:
+        name = "prompt" if shown else ids_name.removesuffix(IDS).removesuffix("_") or "text"
     return ViewedText(
-        name or ("text" if names else "picture" if shown else "tokens"),
+        name,
         " ".join(kept),
         False,
         tuple(tokens_shown),
         tuple(words),
         torch.tensor(word_of),
         viewed_ids,
-        stream.size - generated if is_last and generated else None,
+        stream.size - generated if generated else None,
         displayed_pictures(prompt.pictures, shown),
         tuple(patches) if shown else (),
     )
