@@ -20,6 +20,8 @@ from headwise.analysis.curves.position_curves import PositionSlopes as PositionS
 from headwise.analysis.curves.position_curves import position_curves as position_curves
 from headwise.analysis.flow.norm_weighted import NormWeighted as NormWeighted
 from headwise.analysis.flow.norm_weighted import norm_weighted as norm_weighted
+from headwise.analysis.flow.relevance import Relevance as Relevance
+from headwise.analysis.flow.relevance import relevance as relevance
 from headwise.analysis.flow.rollout import Rollout as Rollout
 from headwise.analysis.flow.rollout import RolloutLayers as RolloutLayers
 from headwise.analysis.flow.rollout import rollout as rollout

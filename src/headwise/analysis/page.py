@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headwise.analysis.flow.relevance import Relevance
 from headwise.analysis.profile import Profile
 from headwise.analysis.roles import page_roles
 from headwise.analysis.view_result import Focus, View, ViewSet, passages_of, title_role_word
@@ -31,8 +33,9 @@ def write_page(
     Args:
         path: the file.
         results: results for the heads of one model: views (`View`, `ViewSet`), profiles, ablations, other tables with
-            one row per head, results of `watch`. All views together are the texts of the page. The page shows the heads
-            of the views or, without views, those of the first table; all other results must have these heads, too.
+            one row per head, results of `watch`, and results of `relevance` for the views. All views together are the
+            texts of the page. The page shows the heads of the views or, without views, those of the first table; all
+            other results must have these heads, too.
         against: the same kinds of results of a second model with the same heads, or of another checkpoint, with which
             the page compares the first model. If there are views of one model, there must be views of the other one,
             of the same tokens.
@@ -78,6 +81,10 @@ def page_contents(
         if not isinstance(focus, Focus):
             raise InputError("foci", expected="results of find", got=type(focus).__name__)
     groups = [_ModelResults(results)]
+    for each in groups[0].relevances:
+        if not any(each.view.run is view.run for view in groups[0].views):
+            got = f"maps for {each.word!r} of another view"
+            raise InputError("results", expected="maps of relevance together with their view", got=got)
     if against:
         groups.append(_ModelResults(against))
         groups[1].require_heads_of(groups[0])
@@ -107,7 +114,14 @@ def page_contents(
         ),
         statistics=statistics,
         models=tuple(models),
-        passages=passages_of([(group.views, group.columns[0].source) for group in groups], statistics),
+        passages=tuple(
+            replace(passage, maps=tuple(shown for each in of_view for shown in each.page_maps()))
+            for passage, of_view in zip(
+                passages_of([(group.views, group.columns[0].source) for group in groups], statistics),
+                [[each for each in groups[0].relevances if each.view.run is view.run] for view in views],
+                strict=True,
+            )
+        ),
         foci=tuple(_page_focus(each, groups[0]) for each in foci),
         opening=_opening(groups, statistics, statistic),
     )
@@ -156,6 +170,7 @@ class _ModelResults:
 
     Attributes:
         columns: numbers of each head, one object for each source; those of the views come first.
+        relevances: maps of relevance for the views.
         with_roles: columns that decide the roles of the heads: those of a profile, if there is one.
         details: facts about the model and its results in words, by which models of the same name are distinguished.
         notes: sentences about the model's texts and roles.
@@ -163,14 +178,15 @@ class _ModelResults:
 
     def __init__(self, results: Sequence[Any]) -> None:
         self.views: list[View] = []
+        self.relevances = [result for result in results if isinstance(result, Relevance)]
         tables: list[Columns] = []
         for result in results:
             if isinstance(result, View | ViewSet):
                 self.views += [result] if isinstance(result, View) else result.views
             elif isinstance(result, HeadTable | Heads):
                 tables.append(result.columns())
-            else:
-                expected = "views, profiles, ablations, importance scores or watched heads"
+            elif not isinstance(result, Relevance):
+                expected = "views, profiles, ablations, importance scores, maps of relevance or watched heads"
                 raise InputError("results", expected=expected, got=type(result).__name__)
         identities = [(f"the view of {view.title}", view.identity) for view in self.views]
         identities += [(f"the {each.source} of {each.model}", each.identity) for each in tables]

@@ -4,8 +4,8 @@ The sources are derived from gradients. While the outputs of all heads are zero,
 of the model. A token then depends only on what it stands for: on the pixels of its patch, or on one token id.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -308,26 +308,39 @@ class _Runs:
             self._shapes[name] = inputs[name].shape
             inputs[name] = media(name, inputs[name])
 
-        def on_embedding(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-            is_main = module is input_embeddings(self._model)
-            name = _ids_among(self._inputs, arguments[0] if arguments else None, is_main=is_main)
-            if name is None or not isinstance(output, Tensor):
-                return output
-            self._shapes[name] = output.shape[:-1]
-            return media(name, output)
+        def of_ids(name: str, embedded: Tensor) -> Tensor:
+            self._shapes[name] = embedded.shape[:-1]
+            return media(name, embedded)
 
-        tables = [module for module in self._model.modules() if isinstance(module, nn.Embedding)]
-        hooks = [module.register_forward_hook(on_embedding) for module in tables]
-        try:
-            with (
-                errors_of("model", expected="a model that reads these inputs"),
-                intercepted(self._model, _Probe(on_call)),
-                suppress(_Reached),
-            ):
-                self._model(**inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with (
+            errors_of("model", expected="a model that reads these inputs"),
+            hooked_embeddings(self._model, self._inputs, of_ids),
+            intercepted(self._model, _Probe(on_call)),
+            suppress(_Reached),
+        ):
+            self._model(**inputs)
+
+
+@contextmanager
+def hooked_embeddings(
+    model: nn.Module, inputs: Mapping[str, Any], change: Callable[[str, Tensor], Tensor]
+) -> Iterator[None]:
+    """Replace the embeddings of the token ids among the inputs of a model while it runs. `change` is a function from
+    the name of the input and its embeddings to the embeddings that take their place.
+    """
+
+    def on_embedding(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        ids = arguments[0] if arguments else None
+        name = _ids_among(inputs, ids, is_main=module is input_embeddings(model))
+        return change(name, output) if name is not None and isinstance(output, Tensor) else output
+
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    hooks = [module.register_forward_hook(on_embedding) for module in tables]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _tokens_by_element(
@@ -401,7 +414,7 @@ def _merged(one: Int[Tensor, "rows elements"], other: Int[Tensor, "other_rows el
     return joined[(joined >= 0).any(-1)]
 
 
-def _tokens_of_call(call: Call) -> list[tuple[Float[Tensor, "tokens width"], Int[Tensor, "batch tokens"]]] | None:
+def _tokens_of_call(call: Call) -> list[tuple[Float[Tensor, "_ _"], Int[Tensor, "_ _"]]] | None:
     """Return the tokens that the module of an attention call received, with the index of each query among them. If the
     keys are of other tokens than the queries, return the same for the keys, too. Return None if they are unknown.
     """

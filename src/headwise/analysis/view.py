@@ -4,7 +4,6 @@ No matrix of tokens x tokens is kept for long texts. Each layer's attention is o
 its statistics, the strongest keys of each word and token, and pictures of bounded size are stored.
 """
 
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +12,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.token_sources import CallTokens, Place
+from headwise.analysis.token_sources import IDS, CallTokens, Place
 from headwise.analysis.view_pictures import picture_prompt, viewed_texts, with_generated
-from headwise.analysis.view_result import View, ViewedText, ViewSet
+from headwise.analysis.view_result import View, ViewedRun, ViewedText, ViewSet
 from headwise.analysis.viewer import DISAGREEMENT, Viewer
 from headwise.checks import flag, require_module, whole_number
-from headwise.data.batches import device_of, evaluation_mode, is_encoder_decoder
+from headwise.data.batches import call_by_names, device_of, evaluation_mode, is_encoder_decoder
 from headwise.data.texts import Texts
 from headwise.data.tokenization import (
     EncodedText,
@@ -195,8 +194,10 @@ def _view_pictures(
         start = getattr(model.config, "decoder_start_token_id", None)
         if start is not None:
             inputs = {**inputs, "decoder_input_ids": torch.tensor([[start]], device=device_of(model))}
-    texts, calls = viewed_texts(model, prompt, inputs, tokenizer, 0 if logits is None else len(logits))
-    return view_of(model, texts, inputs, logits=logits, calls=calls, **shown)
+    texts, tokens_of, calls = viewed_texts(model, prompt, inputs, tokenizer, 0 if logits is None else len(logits))
+    return view_of(
+        model, texts, inputs, logits=logits, tokens_of=tokens_of, baselines=prompt.baselines, calls=calls, **shown
+    )
 
 
 def view_of(
@@ -207,14 +208,26 @@ def view_of(
     title: str,
     keep_all: int = KEPT_TOKENS,
     logits: Float[Tensor, "generated vocabulary"] | None = None,
+    tokens_of: Sequence[Mapping[str, Tensor]] | None = None,
+    baselines: Mapping[str, Tensor] | None = None,
     calls: Mapping[Place, tuple[CallTokens, CallTokens]] | None = None,
     progress: bool = False,
 ) -> View:
     """Run a model with the arguments `inputs`, and return the attention of each of its heads. `texts` are the tokens
     and words that the model reads. If the model generated the last tokens, `logits` are the logits from which these
-    tokens were chosen; the run must reproduce them. `calls` are the tokens of each attention call among those of the
-    texts, if they are known. The other arguments are those of `view`.
+    tokens were chosen; the run must reproduce them. `tokens_of`, `baselines` and `calls` are those of `ViewedRun`; by
+    default, the tokens of the texts are the token ids among the inputs. The other arguments are those of `view`.
     """
+    if tokens_of is None:
+        named = {name: value for name, value in inputs.items() if name.endswith(IDS)}
+        tokens_of = [
+            {
+                name: torch.arange(value.shape[1])[None]
+                for name, value in named.items()
+                if text.ids is not None and torch.equal(value.cpu(), text.ids.cpu())
+            }
+            for text in texts
+        ]
     modules = dict(model.named_modules())
     layers = len(innermost_attention_modules(modules, modules))
     keeps_all = max(len(each.tokens) for each in texts) <= keep_all
@@ -225,7 +238,7 @@ def view_of(
     ):
         viewer = Viewer(model, texts, keeps_all=keeps_all, on_call=bar.advance, calls=calls)
         with intercepted(model, viewer):
-            output = _call(model, inputs)
+            output = call_by_names(model, inputs)
     if logits is not None and len(logits):
         # Attention while the tokens were generated must not have been different from what the view shows.
         computed = output.logits[0, -1 - len(logits) : -1].float()
@@ -246,21 +259,8 @@ def view_of(
     if viewer.left_out:
         kind = "pictures" if any(text.pictures for text in texts) else "text"
         warnings.warn(f"attention over something else than the {kind} was left out: {viewer.left_out}", stacklevel=4)
-    return View(title, tuple(texts), heads, len(heads), identity_of(model))
-
-
-def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
-    """Run a model with the outputs of a tokenizer or image processor as arguments. A `transformers` model receives all
-    of them. Another module receives those that its `forward` names. If `forward` does not name the first one (the token
-    ids or pixels), the module receives all of them by its `**kwargs`. Without `**kwargs`, it receives only the first
-    one, by position.
-    """
-    parameters, first = inspect.signature(model.forward).parameters, next(iter(inputs))
-    accepts_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if hasattr(model, "config") or accepts_any_name or first in parameters:
-        is_own = not hasattr(model, "config") and first in parameters
-        return model(**{name: tensor for name, tensor in inputs.items() if not is_own or name in parameters})
-    return model(inputs[first])
+    run = ViewedRun(dict(inputs), tuple(tokens_of), baselines or {}, viewer.calls)
+    return View(title, tuple(texts), heads, len(heads), identity_of(model), run)
 
 
 def _generated_text(

@@ -26,11 +26,13 @@ class PicturePrompt(NamedTuple):
         inputs: arguments of the model.
         places: where the elements of the inputs lie in the pictures, by the input's name.
         pictures: the pictures, `PIL.Image`.
+        baselines: for each input with places, what the model reads for pictures of the mean colour of each picture.
     """
 
     inputs: dict[str, Tensor]
     places: dict[str, ElementPlaces]
     pictures: tuple[Any, ...]
+    baselines: dict[str, Tensor]
 
 
 def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: Any) -> PicturePrompt:
@@ -54,7 +56,11 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
             got = f"{tuple(images.shape)}, {images.dtype}" if isinstance(images, Tensor) else type(images).__name__
             raise InputError("images", expected="pixel values (1, channels, height, width) without processor", got=got)
         of_pixels, picture = pixel_places(images)
-        return PicturePrompt({"pixel_values": images.to(device_of(model))}, {"pixel_values": of_pixels}, (picture,))
+        pixels = images.to(device_of(model))
+        baseline = pixels.mean((2, 3), keepdim=True).expand_as(pixels)
+        return PicturePrompt(
+            {"pixel_values": pixels}, {"pixel_values": of_pixels}, (picture,), {"pixel_values": baseline}
+        )
     if not callable(processor):
         raise InputError("processor", expected="a processor of transformers", got=type(processor).__name__)
     several = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
@@ -78,6 +84,8 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
     with errors_of("images", expected="pictures and a text that the processor reads"):
         inputs = process(pictures)
         places = element_places(process, pictures)
+        box = require("PIL.Image", purpose="reading a picture", extra="plot").Resampling.BOX
+        blank = process([picture.resize((1, 1), box).resize(picture.size) for picture in pictures])
     read = {int(number) for each in places.values() for number in torch.unique(each.picture).tolist()} - {-1}
     if any(len(of_input.picture) != inputs[name].numel() for name, of_input in places.items()):
         expected = "one whose output depends on the size of a picture alone"
@@ -86,7 +94,8 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
         got = f"{len(read)} of them" if read else "none of them"
         raise InputError("processor", expected=f"one that passes {len(pictures)} pictures to the model", got=got)
     device = device_of(model)
-    return PicturePrompt({name: value.to(device) for name, value in inputs.items()}, places, pictures)
+    inputs, blank = ({name: value.to(device) for name, value in each.items()} for each in (inputs, blank))
+    return PicturePrompt(inputs, places, pictures, {name: blank[name] for name in places})
 
 
 def _opened(picture: Any) -> Any:
@@ -164,9 +173,9 @@ def with_generated(
 
 def viewed_texts(
     model: nn.Module, prompt: PicturePrompt, inputs: Mapping[str, Tensor], tokenizer: Any, generated: int
-) -> tuple[list[ViewedText], dict[Place, tuple[CallTokens, CallTokens]]]:
-    """Return the sequences of tokens to which a model attends on a prompt with pictures, as texts, and the tokens of
-    the queries and keys of each attention call.
+) -> tuple[list[ViewedText], list[Mapping[str, Tensor]], dict[Place, tuple[CallTokens, CallTokens]]]:
+    """Return the sequences of tokens to which a model attends on a prompt with pictures, as texts, with the elements of
+    the inputs on which the tokens of each text depend, and the tokens of the queries and keys of each attention call.
 
     Args:
         model: the model.
@@ -202,7 +211,7 @@ def viewed_texts(
         )
         for place, (queries, keys) in sources.calls.items()
     }
-    return [texts[index] for index in order], calls
+    return [texts[index] for index in order], [sources.streams[index].tokens_of for index in order], calls
 
 
 def _text_of(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.roles import HALF, Role, page_roles, role_of
+from headwise.analysis.token_sources import CallTokens, Place
 from headwise.checks import named_head, pair_of
 from headwise.data.tokenization import Token, Word, character_spans
 from headwise.errors import InputError, require
@@ -372,6 +373,24 @@ def _listed(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
+class ViewedRun:
+    """Run of a model of which a view shows the attention.
+
+    Attributes:
+        inputs: arguments of the model.
+        tokens_of: for each text of the view, and for some of the inputs by name, the token that depends on each element
+            of the input, or -1; in several rows where several tokens do. Token ids have one element each.
+        baselines: for inputs with pictures, sound or numbers, what the model reads in place of an occluded part.
+        calls: tokens of the queries and keys of each attention call. The streams are the texts.
+    """
+
+    inputs: Mapping[str, Tensor]
+    tokens_of: tuple[Mapping[str, Int[Tensor, "_ _"]], ...]
+    baselines: Mapping[str, Tensor]
+    calls: Mapping[Place, tuple[CallTokens, CallTokens]]
+
+
+@dataclass(frozen=True, eq=False)
 class View:
     """Attention of every head of a model on one text, or on the source and target text of an encoder-decoder.
 
@@ -381,6 +400,7 @@ class View:
         heads: views of the heads, by layer and head.
         head_count: number of heads of the model that were viewed, also of those that `select` left out.
         identity: identity of the model; None if it is unknown.
+        run: the run of the model, which `relevance` repeats with changed inputs; None if it is unknown.
     """
 
     title: str
@@ -388,6 +408,7 @@ class View:
     heads: tuple[HeadView, ...]
     head_count: int
     identity: ModelIdentity | None = None
+    run: ViewedRun | None = None
 
     @property
     def text(self) -> str:
@@ -826,10 +847,10 @@ def _indices_by_text(argument: str, words: Sequence[Any], texts: Sequence[Viewed
     by_text = list(words) if _is_by_text(words) else [words] * len(texts)
     if len(by_text) != len(texts):
         raise InputError(argument, expected=f"{len(texts)} lists of words, one per text", got=len(by_text))
-    return tuple(_word_indices(argument, text, chosen) for text, chosen in zip(texts, by_text, strict=True))
+    return tuple(word_indices(argument, text, chosen) for text, chosen in zip(texts, by_text, strict=True))
 
 
-def _word_indices(argument: str, text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:
+def word_indices(argument: str, text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:
     """Return the indices of words in one text; see `_indices_by_text`."""
     chosen: set[int] = set()
     for word in words:

@@ -393,6 +393,11 @@ class ViewedRows(NamedTuple):
             return None
         return ViewedRows(tokens.stream, tuple(first[:, 0].tolist()), count)
 
+    @property
+    def tokens(self) -> CallTokens:
+        """These rows as tokens of a call."""
+        return CallTokens(self.text, torch.tensor(self.starts)[:, None] + torch.arange(self.length))
+
 
 @dataclass(frozen=True, eq=False)
 class ObservedHeads:
@@ -473,6 +478,7 @@ class Viewer(SiteRegistry):
     It reads attention from a text to itself, and from one text (target) to another one (source).
 
     Attributes:
+        calls: tokens of the queries and keys of each attention call over the texts.
         other_grids: for each module that attended to something else than the tokens of the texts, by its path, the
             numbers of queries and keys of its first such call.
 
@@ -493,7 +499,8 @@ class Viewer(SiteRegistry):
         calls: Mapping[Place, tuple[CallTokens, CallTokens]] | None = None,
     ) -> None:
         super().__init__(model)
-        self._on_call, self._calls = on_call, calls
+        self._on_call, self._known_calls = on_call, calls
+        self.calls: dict[Place, tuple[CallTokens, CallTokens]] = dict(calls or {})
         self._texts, self._keeps_all = texts, keeps_all
         self._words = [
             TokensOfWords(each.word_of, torch.tensor([word.lexical for word in each.words])) for each in texts
@@ -514,6 +521,7 @@ class Viewer(SiteRegistry):
             self.other_grids.setdefault(site.path, grid)
             return None
         queries, keys = sides
+        self.calls[Place(site, call.index)] = queries.tokens, keys.tokens
         pair, all_keys = (queries.text, keys.text), len(self._texts[keys.text].tokens)
         heads = next((each for each in self._observed if each.continues(site, queries, keys)), None)
         if heads is None:
@@ -543,7 +551,7 @@ class Viewer(SiteRegistry):
 
         if (queries, keys, grid.device) not in self._contexts:  # calls over the same tokens share their statistics
             text, is_self = self._texts[keys.text], queries == keys
-            rows = torch.tensor(keys.starts)[:, None] + torch.arange(grid.keys)
+            rows = keys.tokens.rows
             special = torch.tensor([token.special for token in text.tokens])[rows]
             self._contexts[queries, keys, grid.device] = CallContext(
                 text.ids[0].cpu()[rows].to(grid.device) if is_self and text.ids is not None else None,
@@ -558,8 +566,8 @@ class Viewer(SiteRegistry):
         call is not over tokens of the texts, or if it could be over either of two texts.
         """
         grid, lengths = call.grid, [len(each.tokens) for each in self._texts]
-        if self._calls is not None:
-            sides = self._calls.get(Place(call.site, call.index))
+        if self._known_calls is not None:
+            sides = self._known_calls.get(Place(call.site, call.index))
             queries, keys = (None, None) if sides is None else map(ViewedRows.of, sides)
             return None if queries is None or keys is None else (queries, keys)
         if grid.batch != 1:

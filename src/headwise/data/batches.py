@@ -97,6 +97,20 @@ def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
 
 
+def call_by_names(model: Any, inputs: Mapping[str, Tensor]) -> Any:
+    """Run a model with the outputs of a tokenizer or image processor as arguments. A `transformers` model receives all
+    of them. Another module receives those that its `forward` names. If `forward` does not name the first one (the token
+    ids or pixels), the module receives all of them by its `**kwargs`. Without `**kwargs`, it receives only the first
+    one, by position.
+    """
+    parameters, first = inspect.signature(model.forward).parameters, next(iter(inputs))
+    accepts_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if hasattr(model, "config") or accepts_any_name or first in parameters:
+        is_own = not hasattr(model, "config") and first in parameters
+        return model(**{name: tensor for name, tensor in inputs.items() if not is_own or name in parameters})
+    return model(inputs[first])
+
+
 def floating_tensors(output: Any) -> list[Tensor]:
     """Return a list of all floating-point tensors in the output of a model, in their order in the output. The output is
     a tensor, or a container of tensors such as a tuple or mapping.

@@ -203,8 +203,8 @@ class RelevanceMap:
         method: name of the method, such as "gradient-weighted attention" or "occlusion".
         meaning: one sentence that states what a value is.
         side: index of the side whose tokens have the values.
-        target: index of the predicted token, in the last side with generated words, or else in the last side. For a
-            class, it is the token from which the model predicts the class.
+        target_side, target: side and index of the predicted token. For a class, it is the token from which the model
+            predicts the class.
         values: relevance of each token; NaN at tokens without a value, as at words if only patches are measured.
         agreement: Spearman correlation with occlusion, and the limits of its confidence interval; NaN if it is unknown,
             and None for occlusion.
@@ -216,6 +216,7 @@ class RelevanceMap:
     method: str
     meaning: str
     side: int
+    target_side: int
     target: int
     values: Float[Tensor, " tokens"]
     agreement: tuple[float, float, float] | None

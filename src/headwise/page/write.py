@@ -128,6 +128,7 @@ def _passage_json(
             "method": each.method,
             "meaning": each.meaning,
             "side": each.side,
+            "targetSide": each.target_side,
             "target": each.target,
             "agreement": each.agreement and [None if math.isnan(number) else number for number in each.agreement],
             "curves": [(name, len(curve)) for name, curve in each.curves.items()],

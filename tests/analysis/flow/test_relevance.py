@@ -8,13 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
 import transformers
+from PIL import Image
 
 import headwise as hw
+import multimodal
 import tiny
 from headwise.analysis.flow import relevance as module
 from headwise.analysis.flow.relevance import (
@@ -22,14 +25,11 @@ from headwise.analysis.flow.relevance import (
     GRADIENT,
     OCCLUSION,
     ROLLOUT,
-    CallStreams,
-    InputPatches,
-    PredictedToken,
-    TokenStreams,
     mean_agreement,
     relevance,
     spatial_spearman,
 )
+from headwise.analysis.page import page_contents
 from headwise.errors import InputError
 
 OF_ATTENTION = (GRADIENT, ROLLOUT, ATTENTION)
@@ -45,12 +45,6 @@ def built(architecture, config, implementation):
     return tiny.with_distinct_heads(architecture._from_config(config, attn_implementation=implementation)).double()
 
 
-def token_of_pixels(first):
-    """Return the index of the token of each pixel of a picture (1, 3, 30, 30), if the first patch is token `first`."""
-    rows = torch.arange(30) // 6
-    return (first + 5 * rows[:, None] + rows).expand(1, 3, 30, 30)
-
-
 def vit(implementation="sdpa"):
     return built(transformers.ViTForImageClassification, transformers.ViTConfig(**VISION, num_labels=7), implementation)
 
@@ -59,8 +53,9 @@ def picture(seed=5):
     return torch.randn(1, 3, 30, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def vit_patches(**options):
-    return InputPatches({"pixel_values": picture()}, "pixel_values", token_of_pixels(1), **options)
+def seen_by(model, seed=5):
+    """Return the view of a vision model on a picture of 5 x 5 patches, after a class token."""
+    return hw.view(model, None, images=picture(seed))
 
 
 # -- oracle ------------------------------------------------------------------------------------------------------------
@@ -131,19 +126,19 @@ def require_maps(result, expected, tolerance=1e-9):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_maps_of_a_vision_transformer_equal_whole_matrices(implementation):
-    eager, patches = vit("eager"), vit_patches()
     found = weights_and_gradients(
-        eager,
+        vit("eager"),
         {"pixel_values": picture()},
         [f"vit.layers.{layer}.attention" for layer in range(2)],
         lambda output: output.logits[0].log_softmax(-1)[3],
     )
     expected = oracle([("t", "t", *each) for each in found], {"t": 26}, ("t", 0))["t"]
     expected[ATTENTION] = found[-1][0].mean(0)[0]
-    (result,) = relevance(vit(implementation), patches, [PredictedToken(3)], methods=OF_ATTENTION, steps=0)
+    model = vit(implementation)
+    result = relevance(model, seen_by(model), 3, methods=OF_ATTENTION, steps=0)
     require_maps(result, expected, TOLERANCE[implementation])
     assert result.patches == tuple(range(1, 26))
-    assert result.left_out == ()
+    assert (result.left_out, result.word, result.query) == ((), "LABEL_3", (0, 0))
     assert (expected[GRADIENT][1:] > 0).sum() > 20  # the oracle is not trivial
 
 
@@ -168,44 +163,42 @@ def test_maps_of_decoders_with_grouped_heads_equal_whole_matrices(name, implemen
     dtype = torch.float64
     if name.startswith("gpt-oss"):  # its experts compute in one dtype
         eager, model, dtype = eager.float(), model.float(), torch.float32
-    ids = tiny.TOKENS[:1, :11]
-    inputs = {"inputs_embeds": eager.get_input_embeddings()(ids).detach()}
+    text = " ".join(tiny.WORDS[:11])
+    ids = tiny.tokenizer("decoder")(text, return_tensors="pt")["input_ids"]
     layers = [f"model.layers.{layer}.self_attn" for layer in range(3)]
+    token = int(ids[0, 9])
     found = weights_and_gradients(
-        eager, inputs, layers, lambda output: output.logits[0, 8].to(dtype).log_softmax(-1)[42]
+        eager, {"input_ids": ids}, layers, lambda output: output.logits[0, 8].to(dtype).log_softmax(-1)[token]
     )
     steps = [("t", "t", weights.double(), gradients.double()) for weights, gradients in found]
     expected = oracle(steps, {"t": 11}, ("t", 8), residual=0.3)["t"]
     expected[ATTENTION] = steps[-1][2].mean(0)[8]
-    token_of = torch.arange(11)[:, None].expand_as(inputs["inputs_embeds"])
-    patches = InputPatches(inputs, "inputs_embeds", token_of)
-    target = PredictedToken(42, position=-3)
-    (result,) = relevance(model, patches, [target], methods=OF_ATTENTION, steps=0, residual=0.3)
+    seen = hw.view(model, tiny.tokenizer("decoder"), text)
+    result = relevance(model, seen, tiny.WORDS[9], methods=OF_ATTENTION, steps=0, residual=0.3)
     require_maps(result, expected, 1e-4 if dtype == torch.float32 else TOLERANCE[implementation])
     assert bool((result.of(GRADIENT).values[9:] == 0).all())  # later tokens
+    assert result.query == (0, 9)
 
 
 def test_the_rollout_equals_that_of_token_rollout():
     model, tokenizer = tiny.model("decoder", top="ForCausalLM"), tiny.tokenizer("decoder")
     (text,) = tiny.texts(17)
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    inputs = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
-    patches = InputPatches(inputs, "inputs_embeds", torch.arange(17)[:, None].expand_as(inputs["inputs_embeds"]))
-    (result,) = relevance(model, patches, [PredictedToken(7, position=-4)], methods=[ROLLOUT], steps=0)
+    result = relevance(model, hw.view(model, tokenizer, text), 14, methods=[ROLLOUT], steps=0)
     rolled = hw.token_rollout(model, tokenizer, text, queries=[-4])
     torch.testing.assert_close(result.of(ROLLOUT).values, rolled.weights[0].double(), rtol=1e-5, atol=1e-6)
 
 
 def test_row_blocks_of_long_sequences_equal_one_block(monkeypatch):
-    model, patches = vit(), vit_patches()
-    (whole,) = relevance(model, patches, [PredictedToken(3)], methods=OF_ATTENTION, steps=0)
+    model = vit()
+    seen = seen_by(model)
+    whole = relevance(model, seen, methods=OF_ATTENTION, steps=0)
     monkeypatch.setattr(module, "ROW_BLOCK_BYTES", 4 * 6 * 26 * 7)  # seven rows
-    (blocks,) = relevance(model, patches, [PredictedToken(3)], methods=OF_ATTENTION, steps=0)
+    blocks = relevance(model, seen, methods=OF_ATTENTION, steps=0)
     require_maps(blocks, {each.method: each.values for each in whole.maps}, 1e-12)
 
 
 def encoder_decoder(name, implementation):
-    sizes = {"vocab_size": 97, "d_model": 48}
+    sizes = {"vocab_size": 97, "d_model": 48, "decoder_start_token_id": 0, "pad_token_id": 0}
     if name == "t5":
         config = transformers.T5Config(**sizes, num_layers=2, num_heads=6, d_kv=11, d_ff=37)
         return built(transformers.T5ForConditionalGeneration, config, implementation)
@@ -215,20 +208,14 @@ def encoder_decoder(name, implementation):
     return built(transformers.BartForConditionalGeneration, config, implementation)
 
 
-def streams_of_encoder_decoder(call):
-    own = "target" if "decoder" in call.site.path else "source"
-    return own, "source" if call.site.cross else own
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_relevance_passes_through_cross_attention(name, implementation):
     model, eager = encoder_decoder(name, implementation), encoder_decoder(name, "eager")
-    source, target = tiny.TOKENS[:1, :9], tiny.TOKENS[1:, :5]
-    inputs = {
-        "inputs_embeds": eager.get_input_embeddings()(source).detach(),
-        "decoder_inputs_embeds": eager.get_input_embeddings()(target).detach(),
-    }
+    tokenizer, (source, target) = tiny.tokenizer("decoder"), tiny.texts(9, 5)
+    seen = hw.view(model, tokenizer, source, target=target)
+    inputs = {name: seen.run.inputs[name] for name in ("input_ids", "decoder_input_ids")}
+    token = int(inputs["decoder_input_ids"][0, 4])
     if name == "t5":
         layers = [(f"encoder.block.{i}.layer.0.SelfAttention", "source", "source") for i in range(2)]
         for i in range(2):
@@ -240,145 +227,147 @@ def test_relevance_passes_through_cross_attention(name, implementation):
             layers.append((f"model.decoder.layers.{i}.self_attn", "target", "target"))
             layers.append((f"model.decoder.layers.{i}.encoder_attn", "target", "source"))
     found = weights_and_gradients(
-        eager, inputs, [path for path, *_ in layers], lambda output: output.logits[0, 3].log_softmax(-1)[42]
+        eager, inputs, [path for path, *_ in layers], lambda output: output.logits[0, 3].log_softmax(-1)[token]
     )
     steps = [(queries, keys, *each) for (_, queries, keys), each in zip(layers, found, strict=True)]
     expected = oracle(steps, {"source": 9, "target": 5}, ("target", 3))
-    for stream, argument, last in (("source", "inputs_embeds", -1), ("target", "decoder_inputs_embeds", -2)):
-        wanted = expected[stream] | {ATTENTION: found[last][0].mean(0)[3]}
-        token_of = torch.arange(inputs[argument].shape[1])[:, None].expand_as(inputs[argument])
-        patches = InputPatches(inputs, argument, token_of)
-        streams = TokenStreams(streams_of_encoder_decoder, "target", stream)
-        options = {"methods": OF_ATTENTION, "steps": 0, "streams": streams}
-        (result,) = relevance(model, patches, [PredictedToken(42, position=3)], **options)
-        require_maps(result, wanted, TOLERANCE[implementation])
-    with pytest.raises(
-        InputError, match=r"model: expected self-attention alone, got cross-attention in .*; pass streams"
-    ):
-        relevance(model, patches, [PredictedToken(42, position=3)], methods=OF_ATTENTION)
+    wanted = expected["source"] | {ATTENTION: found[-1][0].mean(0)[3]}
+    index = int(seen.texts[1].word_of[4])
+    result = relevance(model, seen, index, methods=OF_ATTENTION, steps=0)
+    require_maps(result, wanted, TOLERANCE[implementation])
+    assert (result.side, result.query) == (0, (1, 4))
 
 
-PROMPT = torch.cat([torch.tensor([7, 9]), torch.full((25,), 3), tiny.TOKENS[0, :6]])[None]
-"""Token ids of a prompt with a picture of 25 patches, from token 2 on."""
+class Double:
+    """Processor whose numbers are in float64."""
+
+    def __init__(self, processor):
+        self._processor = processor
+
+    def __call__(self, **options):
+        outputs = self._processor(**options)
+        return {name: each.double() if each.is_floating_point() else each for name, each in outputs.items()}
+
+    def __getattr__(self, name):
+        return getattr(self._processor, name)
 
 
-def llava(implementation="sdpa"):
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION | {"num_hidden_layers": 3}),
-        text_config=transformers.LlamaConfig(**SIZES, vocab_size=97, num_key_value_heads=2),
-        image_token_id=3,
-    )
-    return built(transformers.LlavaForConditionalGeneration, config, implementation)
-
-
-def of_llava(call):
-    return ("tower", "tower") if "vision" in call.site.path else ("prompt", "prompt")
-
-
-def llava_inputs():
-    return {"input_ids": PROMPT, "pixel_values": picture(), "attention_mask": torch.ones_like(PROMPT)}
+def viewed_llava(implementation="sdpa"):
+    """Return LLaVA in float64, whose language model reads the last layer but one of its tower, and its view."""
+    case = multimodal.case("LLaVA")
+    case.model.double().set_attn_implementation(implementation)
+    return case.model, hw.view(case.model, Double(case.processor), case.prompt(1), images=case.picture((60, 60)))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_maps_of_llava_pass_from_the_prompt_to_the_vision_tower(implementation):
-    layers = [(f"model.vision_tower.encoder.layers.{i}.self_attn", "tower", "tower") for i in range(3)]
-    layers += [(f"model.language_model.layers.{i}.self_attn", "prompt", "prompt") for i in range(2)]
+    model, seen = viewed_llava(implementation)
+    eager, _ = viewed_llava("eager")
+    (prompt, tower), inputs = seen.texts, seen.run.inputs
+    counts = [
+        sum(f"{part}.{i}.self_attn" in dict(model.named_modules()) for i in range(9))
+        for part in ("model.vision_tower.encoder.layers", "model.language_model.layers")
+    ]
+    layers = [(f"model.vision_tower.encoder.layers.{i}.self_attn", "tower", "tower") for i in range(counts[0])]
+    layers += [(f"model.language_model.layers.{i}.self_attn", "prompt", "prompt") for i in range(counts[1])]
+    last, token = len(prompt.tokens) - 2, int(inputs["input_ids"][0, -1])
     found = weights_and_gradients(
-        llava("eager"),
-        llava_inputs(),
-        [path for path, *_ in layers],
-        lambda output: output.logits[0, -1].log_softmax(-1)[42],
+        eager, inputs, [path for path, *_ in layers], lambda output: output.logits[0, -2].log_softmax(-1)[token]
     )
-    assert [gradients is None for _, gradients in found] == [False, False, True, False, False]
+    used = sum(gradients is not None for _, gradients in found[: counts[0]])
+    assert used == counts[0] - 1
     steps = [(*each[1:], *of_call) for each, of_call in zip(layers, found, strict=True) if of_call[1] is not None]
-    sizes, query = {"tower": 26, "prompt": 33}, ("prompt", -1)
-    passed = torch.zeros(33, 26, dtype=torch.float64)
-    passed[torch.arange(2, 27), torch.arange(1, 26)] = 1.0
-    expected = oracle([*steps[:2], ("prompt", "tower", passed, None), *steps[2:]], sizes, query)
-    attention = found[-1][0].mean(0)[-1]
-    target, model = PredictedToken(42, position=-1), llava(implementation)
-    options = {"methods": OF_ATTENTION, "steps": 0}
-    # In the stream of the prompt alone, which is the default.
-    (result,) = relevance(model, InputPatches(llava_inputs(), "pixel_values", token_of_pixels(2)), [target], **options)
-    require_maps(result, oracle(steps, sizes, query)["prompt"] | {ATTENTION: attention}, TOLERANCE[implementation])
-    assert len(result.left_out) == 3
-    link = torch.cat([torch.tensor([-1]), torch.arange(2, 27)])
-    streams = TokenStreams(of_llava, "prompt", "tower", {("prompt", "tower"): link})
-    patches = InputPatches(llava_inputs(), "pixel_values", token_of_pixels(1))
-    (result,) = relevance(model, patches, [target], streams=streams, **options)
-    require_maps(result, expected["tower"] | {ATTENTION: F.pad(attention[2:27], (1, 0))}, TOLERANCE[implementation])
-    assert result.left_out == ()
-
-
-def test_parts_of_a_model_with_as_many_tokens_by_chance_need_streams():
-    ids = torch.cat([torch.full((25,), 3), torch.tensor([7])])[None]  # as many as in the tower
-    patches = InputPatches(
-        llava_inputs() | {"input_ids": ids, "attention_mask": None}, "pixel_values", token_of_pixels(0)
+    sizes, query = {"tower": len(tower.tokens), "prompt": len(prompt.tokens)}, ("prompt", last)
+    in_prompt, in_tower = (
+        [index for index, patch in enumerate(text.patches) if patch is not None] for text in (prompt, tower)
     )
-    target = PredictedToken(42, position=-1)
-    with pytest.raises(
-        InputError, match=r"got 26 tokens in model\.language_model.*, model\.vision_tower.*; pass streams="
-    ):
-        relevance(llava(), patches, [target], methods=[GRADIENT], steps=0)
-    streams = TokenStreams(lambda call: None if "vision" in call.site.path else ("p", "p"), "p", "p")
-    relevance(llava(), patches, [target], methods=[GRADIENT], steps=0, streams=streams)
+    passed = torch.zeros(sizes["prompt"], sizes["tower"], dtype=torch.float64)
+    passed[in_prompt, in_tower] = 1.0
+    expected = oracle([*steps[:used], ("prompt", "tower", passed, None), *steps[used:]], sizes, query)["tower"]
+    attention = torch.zeros(sizes["tower"], dtype=torch.float64)
+    attention[in_tower] = found[-1][0].mean(0)[last, in_prompt]
+    result = relevance(model, seen, len(prompt.words) - 1, methods=OF_ATTENTION, steps=0)
+    require_maps(result, expected | {ATTENTION: attention}, TOLERANCE[implementation])
+    assert (result.left_out, result.side, result.query) == ((), 1, (0, last + 1))
 
 
-def test_padding_and_tensors_of_inference_mode():
-    model, patches = vit(), vit_patches()
-    with torch.inference_mode():
-        inference = InputPatches({"pixel_values": picture()}, "pixel_values", token_of_pixels(1))
-    (one,), (other,) = (relevance(model, each, [PredictedToken(3)], steps=0) for each in (patches, inference))
-    require_maps(other, {each.method: each.values for each in one.maps if each.method != OCCLUSION}, 0)
-    decoder = built(transformers.LlamaForCausalLM, tiny.configs()["llama"], "sdpa")
-    ids, results = tiny.TOKENS[:1, :8], []
-    for length in (0, 3):
-        padded = F.pad(ids, (length, 0))
-        mask = (torch.arange(8 + length) >= length).long()[None]
-        embeddings = decoder.get_input_embeddings()(padded).detach()
-        token_of = torch.arange(8 + length)[:, None].masked_fill(~mask.bool()[0, :, None], -1)
-        inputs = {"inputs_embeds": embeddings, "attention_mask": mask, "position_ids": mask.cumsum(1) - 1}
-        padded_patches = InputPatches(inputs, "inputs_embeds", token_of.expand_as(embeddings))
-        (result,) = relevance(decoder, padded_patches, [PredictedToken(42, position=-2)], steps=0)
-        results.append({each.method: each.values[length:] for each in result.maps})
-    for name, values in results[0].items():
-        torch.testing.assert_close(results[1][name], values, rtol=1e-7, atol=1e-9)
+@pytest.mark.parametrize("name", ["BLIP-2", "InstructBLIP"])
+def test_a_path_that_is_not_known_is_refused(name):
+    case = multimodal.case(name)
+    seen = hw.view(case.model, case.processor, case.prompt(1), images=case.picture((60, 60)))
+    word = max(index for index, each in enumerate(seen.texts[-1].words) if each.lexical)
+    message = r"model: expected attention that leads from 'w\d+' to the patches.*; pass methods=\['occlusion'\]"
+    with pytest.raises(InputError, match=message):
+        relevance(case.model, seen, word, steps=0)
+    result = relevance(case.model, seen, word, methods=[OCCLUSION], steps=0)
+    assert bool((result.of(OCCLUSION).values[list(result.patches)].abs() > 0).any())
+
+
+@pytest.mark.parametrize("name", ["Qwen2-VL", "LLaVA-NeXT", "InternVL", "Idefics3", "Llama 3.2 Vision", "Qwen2.5-VL"])
+def test_relevance_reaches_every_patch_of_families_with_tiles_windows_and_merged_patches(name):
+    case = multimodal.case(name)
+    seen = hw.view(case.model, case.processor, case.prompt(1), images=case.picture(case.sizes[0]))
+    text = next(text for text in seen.texts if text.ids is not None and any(word.lexical for word in text.words))
+    word = max(index for index, each in enumerate(text.words) if each.lexical)
+    result = relevance(case.model, seen, word, steps=0)
+    index = list(result.patches)
+    assert result.left_out == ()
+    for method in OF_ATTENTION:
+        assert bool((result.of(method).values[index] > 0).all()), method
+    total = result.of(ROLLOUT).values.sum()
+    assert 0 < total <= 1 + 1e-5
+    assert bool((result.of(OCCLUSION).values[index].abs() > 0).all())
 
 
 def test_a_token_that_several_tokens_become_is_divided_among_them():
-    link = torch.cat([torch.tensor([-1]), torch.arange(25) // 5 + 2])  # as if five patches were merged
-    streams = TokenStreams(of_llava, "prompt", "tower", {("prompt", "tower"): link})
-    patches = InputPatches(llava_inputs(), "pixel_values", token_of_pixels(1))
-    target = PredictedToken(42, position=-1)
-    (result,) = relevance(llava(), patches, [target], streams=streams, methods=[ATTENTION], steps=0)
-    patches = InputPatches(llava_inputs(), "pixel_values", token_of_pixels(2))
-    (unlinked,) = relevance(llava(), patches, [target], methods=[ATTENTION], steps=0)
-    of_prompt = unlinked.of(ATTENTION).values
-    expected = torch.cat([torch.zeros(1), of_prompt[2:7].repeat_interleave(5) / 5])
-    torch.testing.assert_close(result.of(ATTENTION).values, expected.double())
+    case = multimodal.case("Qwen2-VL")
+    seen = hw.view(case.model, case.processor, case.prompt(1), images=case.picture(case.sizes[0]))
+    prompt, tower = seen.texts
+    head = next(each for each in seen.heads if "language_model.layers.1" in each.module)
+    word = max(index for index, each in enumerate(prompt.words) if each.lexical)
+    result = relevance(case.model, seen, word, methods=[ATTENTION], heads=[(head.layer, 0)], steps=0)
+    (query,) = ((prompt.word_of == word).nonzero()[:, 0] - 1).tolist()
+    with torch.no_grad(), hw.watch(case.model, detail=hw.WeightCapture(rows=[query])) as heads:
+        case.model(**seen.run.inputs)
+    weights = heads.details[head.module].rows[0, 0, 0]
+    of_patches = weights[[index for index, patch in enumerate(prompt.patches) if patch is not None]]
+    values = result.of(ATTENTION).values
+    assert len(of_patches) * 4 == len(tower.tokens)  # 2 x 2 patches are merged
+    assert float(values.sum()) == pytest.approx(float(of_patches.sum()), rel=1e-5)
+    assert sorted(values.tolist()) == pytest.approx(sorted((of_patches / 4).repeat(4).tolist()), rel=1e-4)
 
 
 def test_the_map_of_chosen_heads_is_their_mean():
-    eager, patches = vit("eager"), vit_patches()
+    eager, model = vit("eager"), vit()
     with torch.no_grad():
         weights = eager(picture(), output_attentions=True).attentions
     expected = (weights[0][0, 4, 0] + weights[1][0, 2, 0] + weights[1][0, 5, 0]) / 3
     options = {"methods": [ATTENTION], "steps": 0}
-    (result,) = relevance(vit(), patches, [PredictedToken(3)], heads=[(0, 4), "1.2", (1, 5)], **options)
+    result = relevance(model, seen_by(model), 3, heads=[(0, 4), "1.2", (1, 5)], **options)
     require_maps(result, {ATTENTION: expected}, 1e-6)
-    with pytest.raises(InputError, match=r"heads: expected heads with queries .*, got \(2, 0\)"):
-        relevance(vit(), patches, [PredictedToken(3)], heads=[(2, 0)], **options)
+    with pytest.raises(InputError, match=r"head: expected .*, got \(2, 0\)"):
+        relevance(model, seen_by(model), 3, heads=[(2, 0)], **options)
 
 
-def test_the_query_may_be_a_mean_over_tokens():
-    model, patches = vit(), vit_patches()
-    rows = [
-        relevance(model, patches, [PredictedToken(3, query=query)], methods=OF_ATTENTION, steps=0)[0]
-        for query in (*range(26), torch.full((26,), 1 / 26, dtype=torch.float64))
-    ]
-    for name in OF_ATTENTION:
-        mean = torch.stack([each.of(name).values for each in rows[:-1]]).mean(0)
-        torch.testing.assert_close(rows[-1].of(name).values, mean, rtol=1e-9, atol=1e-12)
+class MeanOfTokens(torch.nn.Module):
+    """Classifier that averages the tokens of a vision transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.vit = vit()
+
+    def forward(self, pixel_values):
+        return self.vit.vit(pixel_values).last_hidden_state.mean(1)
+
+
+def test_the_query_of_a_model_that_averages_its_tokens_is_their_mean():
+    model = MeanOfTokens().eval()
+    seen = seen_by(model)
+    result = relevance(model, seen, score=lambda output: output[0, 3], methods=[ROLLOUT, ATTENTION], steps=0)
+    with torch.no_grad():
+        weights = vit("eager").vit(picture(), output_attentions=True).attentions
+    one, two = (each[0].mean(0) / 2 + torch.eye(26) / 2 for each in weights)
+    require_maps(result, {ROLLOUT: (two @ one).mean(0), ATTENTION: weights[1][0].mean((0, 1))}, 1e-6)
 
 
 # -- attention in parts, and attention written by hand -----------------------------------------------------------------
@@ -419,30 +408,26 @@ class Layers(torch.nn.Module):
         self.top = torch.nn.Linear(21, 5)
         tiny.with_distinct_heads(self).double()
 
-    def forward(self, x):
+    def forward(self, pixel_values):
+        x = pixel_values[:, :, 0].mT
         for layer in self.layers:
             x = x + layer(x)
         return self.top(x[:, -1])
 
 
 def ten_tokens(seed=1):
-    x = torch.randn(1, 10, 21, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return InputPatches({"x": x}, "x", torch.arange(10)[:, None].expand_as(x))
+    """Return a "picture" of 10 patches in a row, with 21 channels."""
+    return torch.randn(1, 21, 1, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-PARTS = (torch.arange(4)[None], torch.arange(4, 10)[None])
+def score_of(token):
+    """Return the log-probability of a class as a score."""
+    return lambda output: output[0].log_softmax(-1)[token]
 
 
-def of_part(call):
-    """Return the streams of a call whose queries, or queries and keys, are one of two parts."""
-    queries = PARTS[call.index] if call.grid.queries < 10 else None
-    keys = PARTS[call.index] if call.grid.keys < 10 else None
-    return CallStreams("t", "t", queries, keys)
-
-
-def by_differentiation(model, patches, target, query=-1):
+def by_differentiation(model, pixels, target):
     """Return the maps of a stack of `Layers` from whole matrices, of which the gradients are those of autograd."""
-    x, steps, found = patches.inputs["x"], [], []
+    x, steps, found = pixels[:, :, 0].mT, [], []
     for layer in model.layers:
         q, k, v = (each.unflatten(-1, (3, 7)).transpose(1, 2) for each in layer.qkv(x).chunk(3, -1))
         scores = q @ k.mT / 7**0.5
@@ -454,7 +439,7 @@ def by_differentiation(model, patches, target, query=-1):
     gradients = torch.autograd.grad(model.top(x[:, -1])[0].log_softmax(-1)[target], found)
     for weights, gradient in zip(found, gradients, strict=True):
         steps.append(("t", "t", weights[0].detach(), gradient[0]))
-    return oracle(steps, {"t": 10}, ("t", query))["t"]
+    return oracle(steps, {"t": 10}, ("t", 9))["t"]
 
 
 @pytest.mark.parametrize(
@@ -467,12 +452,10 @@ def by_differentiation(model, patches, target, query=-1):
     ],
 )
 def test_attention_by_hand_in_parts_and_in_windows(forms):
-    model, patches = Layers(*forms), ten_tokens()
-    is_divided = bool({"windows", "parts of queries"} & set(forms))
-    streams = TokenStreams(of_part, "t", "t") if is_divided else None
-    target = PredictedToken(2, query=-1)
-    (result,) = relevance(model, patches, [target], streams=streams, methods=[GRADIENT, ROLLOUT], steps=0)
-    require_maps(result, by_differentiation(model, patches, 2))
+    model, pixels = Layers(*forms), ten_tokens()
+    seen = hw.view(model, None, images=pixels)
+    result = relevance(model, seen, score=score_of(2), methods=[GRADIENT, ROLLOUT], steps=0)
+    require_maps(result, by_differentiation(model, pixels, 2))
 
 
 def test_a_model_whose_heads_are_not_weights_times_values_is_refused():
@@ -481,17 +464,18 @@ def test_a_model_whose_heads_are_not_weights_times_values_is_refused():
             return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).transpose(1, 2).flatten(2)
 
     model = Layers("sdpa", "sdpa")
+    seen = hw.view(model, None, images=ten_tokens())
     model.layers[1].__class__ = Noisy
     with pytest.raises(InputError, match=r"head outputs that are finite weights times values, got .* in layers\.1"):
-        relevance(model, ten_tokens(), [PredictedToken(2, query=-1)], methods=[GRADIENT], steps=0)
+        relevance(model, seen, score=score_of(2), methods=[GRADIENT], steps=0)
 
 
 # -- occlusion, and models whose relevance is known --------------------------------------------------------------------
 
 
 def test_occlusion_equals_a_loop_over_patches():
-    model, patches = vit(), vit_patches()
-    pixels, expected = picture(), []
+    model = vit()
+    seen, pixels = seen_by(model), picture()
 
     def score(pixels):
         with torch.no_grad():
@@ -507,9 +491,7 @@ def test_occlusion_equals_a_loop_over_patches():
                     for j in range(max(column - size // 2, 0), min(column + size // 2, 4) + 1):
                         occluded[0, :, 6 * i : 6 * i + 6, 6 * j : 6 * j + 6] = mean[:, None, None]
                 expected.append(score(pixels) - score(occluded))
-        (result,) = relevance(
-            model, patches, [PredictedToken(3)], methods=[OCCLUSION], neighbourhood=size, steps=0, batch_size=4
-        )
+        result = relevance(model, seen, 3, methods=[OCCLUSION], neighbourhood=size, steps=0, batch_size=4)
         values = result.of(OCCLUSION).values
         torch.testing.assert_close(values[1:], torch.stack(expected), rtol=0, atol=1e-10)
         assert math.isnan(values[0])
@@ -519,138 +501,175 @@ def test_occlusion_equals_a_loop_over_patches():
         assert result.baseline_score == pytest.approx(float(score(everything)), abs=1e-10)
 
 
-def test_baselines():
-    pixels, token_of = picture(), token_of_pixels(0).clone()
-    token_of[..., :6] = -1  # the first column of patches is padding
-    inputs = {"pixel_values": pixels}
-    hidden = torch.zeros(2, 20, dtype=torch.bool)
-    hidden[1, 3] = True  # token 4, in the first row and the last column
-
-    def replaced(**options):
-        unchanged, occluded = InputPatches(inputs, "pixel_values", token_of, **options).occluded(hidden)
-        assert torch.equal(unchanged, pixels)
-        changed = occluded != pixels
-        assert bool(changed[..., :6, 24:].all())
-        assert int(changed.sum()) == 3 * 36
-        return occluded[0, :, :6, 24:]
-
-    real = pixels[..., 6:]
-    torch.testing.assert_close(replaced()[:, 0, 0], real.mean((0, 2, 3)))
-    torch.testing.assert_close(replaced(channel_axis=-3)[:, 2, 1], real.mean((0, 2, 3)))
-    torch.testing.assert_close(replaced(channel_axis=3)[1, 4], real.mean((0, 1, 2))[-6:])
-    assert bool((replaced(baseline=0.25) == 0.25).all())
-    noise = torch.randn(3, 1, 1, dtype=torch.float64)
-    assert torch.equal(replaced(baseline=noise), noise.expand(3, 6, 6))
-    embeddings = InputPatches({"x": pixels[0]}, "x", token_of[0])
-    torch.testing.assert_close(embeddings.replacement.flatten(), real.mean()[None])
+def test_the_grid_of_patches_and_their_neighbours():
+    case = multimodal.case("SmolVLM")  # parts of a picture, and the whole of it
+    seen = hw.view(case.model, case.processor, case.prompt(1), images=case.picture(case.sizes[0]))
+    scorer = module._Scorer(case.model, seen, 1)
+    boxes = [seen.texts[scorer.side].patches[index] for index in scorer.patches.tolist()]
+    assert len({box.picture for box in boxes}) == 2
+    square = scorer.neighbours(3)
+    for box, of_box in zip(boxes, square, strict=True):
+        for other, is_neighbour in zip(boxes, of_box.tolist(), strict=True):
+            across, down = abs(box.left - other.left) / box.width, abs(box.top - other.top) / box.height
+            assert is_neighbour == (box.picture == other.picture and max(across, down) < 1.5)
+    assert torch.equal(scorer.neighbours(1), torch.eye(len(boxes), dtype=torch.bool))
 
 
-def test_the_grid_of_patches():
-    pixels = torch.zeros(2, 3, 12, 18)
-    rows, columns = torch.arange(12) // 4, torch.arange(18) // 6  # patches of 4 x 6 pixels
-    token_of = rows[:, None] * 3 + columns
-    token_of = torch.stack([token_of, token_of + 9])[:, None].expand_as(pixels)
-    patches = InputPatches({"pixels": pixels}, "pixels", token_of)
-    cells = [(picture, row, column) for picture in range(2) for row in range(3) for column in range(3)]
-    differences = patches.grid - torch.tensor(cells)
-    torch.testing.assert_close(differences, differences[:1].expand(18, 3))
-    torch.testing.assert_close(differences[0, 0], torch.zeros((), dtype=torch.float64))
-    square = patches.neighbours(3)
-    assert square[4].nonzero()[:, 0].tolist() == list(range(9))
-    assert square[9].nonzero()[:, 0].tolist() == [9, 10, 12, 13]
-    assert torch.equal(patches.neighbours(1), torch.eye(18, dtype=torch.bool))
-    line = ten_tokens()
-    assert line.neighbours(5)[3].nonzero()[:, 0].tolist() == [1, 2, 3, 4, 5]
-    centres = torch.full((12, 3), torch.nan)
-    centres[3:] = torch.tensor([(0, 5 * row, 7 * column) for row in range(3) for column in range(3)]).float()
-    stated = InputPatches({"pixels": pixels[:1]}, "pixels", token_of[:1] + 3, centres=centres)
-    torch.testing.assert_close(stated.grid, torch.tensor(cells[:9]).double())
+def test_an_occluded_patch_has_the_mean_colour_of_its_picture():
+    case = multimodal.case("Qwen2-VL")
+    picture = case.picture((90, 45))
+    mean = Image.new("RGB", picture.size, tuple(np.array(picture).mean((0, 1)).round().astype(int).tolist()))
+    seen = hw.view(case.model, case.processor, case.prompt(1), images=picture)
+    inputs, blank = case.inputs(picture), case.inputs(mean)
+    scorer = module._Scorer(case.model, seen, 1)
+    calls = []
+    hook = case.model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    scorer.predictions = [module._Prediction("score", lambda output: output.logits.sum())]
+    hidden = torch.zeros(1, len(scorer.patches), dtype=torch.bool)
+    hidden[0, 5] = True
+    with torch.no_grad():
+        scorer(hidden)
+    hook.remove()
+    pixels = calls[0]["pixel_values"]
+    is_occluded = torch.arange(len(pixels)) == scorer.patches[5]  # one row is one patch of the tower
+    torch.testing.assert_close(pixels[~is_occluded], inputs["pixel_values"][~is_occluded], rtol=0, atol=0)
+    torch.testing.assert_close(pixels[is_occluded], blank["pixel_values"][is_occluded], rtol=0, atol=1e-6)
 
 
-class Linear(torch.nn.Module):
+def test_an_occluded_word_has_the_mean_embedding_of_the_text():
+    model, tokenizer = tiny.model("decoder", top="ForCausalLM").double(), tiny.tokenizer("decoder")
+    (text,) = tiny.texts(9)
+    seen = hw.view(model, tokenizer, text)
+    result = relevance(model, seen, 8, methods=[OCCLUSION], steps=0, batch_size=4)
+    ids = seen.run.inputs["input_ids"]
+    embedded = model.get_input_embeddings()(ids).detach()
+    with torch.no_grad():
+        for place in range(9):
+            changed = embedded.clone()
+            changed[0, place] = embedded[0].mean(0)
+            before, after = (
+                model(inputs_embeds=each).logits[0, 7].log_softmax(-1)[ids[0, 8]] for each in (embedded, changed)
+            )
+            assert float(result.of(OCCLUSION).values[place]) == pytest.approx(float(before - after), abs=1e-10)
+    assert result.table()["word"].tolist() == text.split()
+
+
+class Uniform(torch.nn.Module):
     """Uniform attention over tokens: the output is the mean of linear functions of the tokens."""
 
     def __init__(self):
         super().__init__()
         self.value = torch.nn.Linear(4, 4, bias=False)
         torch.nn.init.normal_(self.value.weight)
-        self.double()
 
     def forward(self, x):
-        values = self.value(x)[:, None]
+        values = self.value(x).unflatten(-1, (2, 2)).transpose(1, 2)
         queries = torch.zeros_like(values) * values  # zero scores that depend on the input
-        return F.scaled_dot_product_attention(queries, values, values)[:, 0]
+        return F.scaled_dot_product_attention(queries, values, values).transpose(1, 2).flatten(2)
+
+
+class Linear(torch.nn.Module):
+    """Model whose only layer is uniform attention over the columns of a picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Uniform()
+        self.double()
+
+    def forward(self, pixel_values):
+        return self.attention(pixel_values[:, :, 0].mT)
+
+
+def nine_tokens():
+    """Return a "picture" of 9 patches in a row, with 4 channels."""
+    return torch.randn(1, 4, 1, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_linear_model_has_the_known_relevance(batch_size):
-    model, x = Linear(), torch.randn(1, 9, 4, dtype=torch.float64)
+    model, pixels = Linear().eval(), nine_tokens()
     factors = torch.randn(4, dtype=torch.float64)
-    effects = (x[0] @ model.value.weight.detach().T @ factors) / 9  # what each token adds to the score
-    patches = InputPatches({"x": x}, "x", torch.arange(9)[:, None].expand_as(x), baseline=0.0)
-    target = PredictedToken(query=4, score=lambda output: output[0, 4] @ factors)
-    (result,) = relevance(model, patches, [target], steps=4, orders=3, batch_size=batch_size)
-    torch.testing.assert_close(result.of(OCCLUSION).values, effects)
-    torch.testing.assert_close(result.of(GRADIENT).values, effects.clamp(min=0) + F.one_hot(torch.tensor(4), 9))
-    torch.testing.assert_close(result.of(ATTENTION).values, torch.full((9,), 1 / 9, dtype=torch.float64))
+    values = pixels[0, :, 0].T @ model.attention.value.weight.detach().T
+    by_head = (values * factors).view(9, 2, 2).sum(-1) / 9  # what each token adds to the score
+    effects = by_head.sum(-1)
+    total, above_mean = float(effects.sum()), effects - effects.mean()
+    seen = hw.view(model, None, images=pixels)
+    options = {"steps": 4, "orders": 3, "batch_size": batch_size}
+    result = relevance(model, seen, score=lambda output: output[0, 4] @ factors, **options)
+    torch.testing.assert_close(result.of(OCCLUSION).values, above_mean)
+    query = torch.ones(9, dtype=torch.float64) / 9  # all tokens attend in the same way
+    torch.testing.assert_close(result.of(ATTENTION).values, query)
+    torch.testing.assert_close(
+        result.of(GRADIENT).values, by_head.clamp(min=0).mean(-1) + F.one_hot(torch.tensor(4), 9)
+    )
     assert all(math.isnan(number) for number in result.of(ATTENTION).agreement)  # a constant map
-    assert result.score == pytest.approx(float(effects.sum()), abs=1e-12)
-    assert result.baseline_score == pytest.approx(0.0, abs=1e-12)
-    curves, largest_first = result.of(OCCLUSION).curves, effects.sort(descending=True).values
+    assert (result.score, result.baseline_score) == pytest.approx((total, total), abs=1e-12)
+    curves, largest_first = result.of(OCCLUSION).curves, above_mean.sort(descending=True).values
     counts = [0, 2, 4, 6, 9]
     shown = torch.stack([largest_first[:count].sum() for count in counts])
-    torch.testing.assert_close(curves.insertion, shown)
-    torch.testing.assert_close(curves.deletion, effects.sum() - shown)
+    torch.testing.assert_close(curves.insertion, total + shown)
+    torch.testing.assert_close(curves.deletion, total - shown)
     torch.testing.assert_close(curves.shares, torch.tensor(counts).double() / 9)
+
+
+class Cubic(Linear):
+    """A model in which a patch of the mean colour is not the mean of the patches."""
+
+    def forward(self, pixel_values):
+        return super().forward(pixel_values**3)
 
 
 @pytest.mark.parametrize("mixing", ["refuses", "mixes", "keeps apart"])
 def test_models_that_do_not_accept_batches_run_one_by_one(mixing):
     sizes = []
 
-    class Model(Linear):
-        def forward(self, x):
-            sizes.append(len(x))
-            if mixing == "refuses" and len(x) > 1:
+    class Model(Cubic):
+        def forward(self, pixel_values):
+            sizes.append(len(pixel_values))
+            if mixing == "refuses" and len(pixel_values) > 1:
                 raise RuntimeError("one example alone")
-            out = super().forward(x)
+            out = super().forward(pixel_values)
             return out - out.mean(0) + out[:1] if mixing == "mixes" else out
 
-    x = torch.randn(1, 9, 4, dtype=torch.float64)
-    patches = InputPatches({"x": x}, "x", torch.arange(9)[:, None].expand_as(x), baseline=0.0)
-    target = PredictedToken(score=lambda output: output[0].square().sum())
+    def result_of(model, batch_size):
+        seen = hw.view(model.eval(), None, images=nine_tokens())
+        sizes.clear()
+        options = {"methods": [OCCLUSION], "steps": 0, "batch_size": batch_size}
+        return relevance(model, seen, score=lambda output: (output[0] + 0.1).square().sum(), **options)
+
     torch.manual_seed(0)
-    (result,) = relevance(Model(), patches, [target], methods=[OCCLUSION], steps=0, batch_size=4)
-    assert sizes == ([1, 1, 2, 4, 4, 1] if mixing == "keeps apart" else [1, 1, 2] + [1] * 9)
+    result = result_of(Model(), 4)
+    assert sizes == [1] + ([1, 1, 2, 4, 4, 1] if mixing == "keeps apart" else [1, 1, 2] + [1] * 9)
     torch.manual_seed(0)
-    (alone,) = relevance(Linear(), patches, [target], methods=[OCCLUSION], steps=0, batch_size=1)
+    alone = result_of(Cubic(), 1)
     torch.testing.assert_close(result.of(OCCLUSION).values, alone.of(OCCLUSION).values)
 
 
-def test_several_predicted_tokens_share_the_runs_with_occluded_patches():
-    model, patches = llava(), InputPatches(llava_inputs(), "pixel_values", token_of_pixels(2))
+def test_several_words_share_the_runs_with_occluded_patches():
+    model, seen = viewed_llava()
     calls = []
     hook = model.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    targets = [PredictedToken(token, position) for token, position in ((42, -1), (7, -3), (11, 29))]
-    together = relevance(model, patches, targets, steps=0, batch_size=5)
+    words = [index for index, each in enumerate(seen.texts[0].words) if each.lexical and index][-2:]
+    together = relevance(model, seen, words, steps=0, batch_size=7)
     hook.remove()
-    assert sorted(calls) == [1, 1, 1, 2] + [5] * 5  # two ends, the backward pass, the check of batches, 25 patches
-    for target, result in zip(targets, together, strict=True):
-        (alone,) = relevance(model, patches, [target], steps=0)
-        require_maps(alone, {each.method: each.values for each in result.maps if each.method != OCCLUSION})
-        torch.testing.assert_close(
-            result.of(OCCLUSION).values, alone.of(OCCLUSION).values, equal_nan=True, rtol=1e-9, atol=1e-9
-        )
+    # the complete input, two ends, the backward pass, the check of batches, 49 patches
+    assert sorted(calls) == [1, 1, 1, 1, 2] + [7] * 7
+    assert [each.word for each in together] == [seen.texts[0].words[index].text for index in words]
+    for word, result in zip(words, together, strict=True):
+        alone = relevance(model, seen, word, steps=0)
+        for each in result.maps:
+            values = alone.of(each.method).values
+            torch.testing.assert_close(each.values, values, equal_nan=True, rtol=1e-9, atol=1e-9)
 
 
 # -- curves and agreement ----------------------------------------------------------------------------------------------
 
 
 def test_deletion_and_insertion_curves_equal_an_independent_computation():
-    model, patches = vit(), vit_patches()
-    (result,) = relevance(model, patches, [PredictedToken(3)], steps=7, orders=3, seed=9)
+    model = vit()
+    result = relevance(model, seen_by(model), 3, steps=7, orders=3, seed=9)
 
     @torch.no_grad()
     def probability(hidden):
@@ -771,11 +790,8 @@ def test_the_interval_covers_the_true_correlation_of_smooth_maps(size, length, r
 
 
 def test_results_of_several_examples():
-    model, target = vit(), PredictedToken(3)
-    results = []
-    for seed in range(4):
-        patches = InputPatches({"pixel_values": picture(seed)}, "pixel_values", token_of_pixels(1))
-        results += relevance(model, patches, [target], steps=0)
+    model = vit()
+    results = [relevance(model, seen_by(model, seed), 3, steps=0) for seed in range(4)]
     values = [each.of(GRADIENT).agreement[0] for each in results]
     mean, low, high = mean_agreement(results, GRADIENT)
     assert mean == pytest.approx(sum(values) / 4)
@@ -785,21 +801,25 @@ def test_results_of_several_examples():
         mean_agreement(results, OCCLUSION)
 
 
-def test_the_tables_and_the_maps_for_a_page():
-    (result,) = relevance(vit(), vit_patches(), [PredictedToken(3)], steps=5, orders=2)
+def test_the_tables_and_the_maps_of_a_page():
+    model = vit()
+    seen = seen_by(model)
+    result = relevance(model, seen, "label_3", steps=5, orders=2)
     table = result.table()
-    assert list(table.columns) == ["token", "is_patch", GRADIENT, ROLLOUT, ATTENTION, OCCLUSION]
+    assert list(table.columns) == ["token", "word", "is_patch", GRADIENT, ROLLOUT, ATTENTION, OCCLUSION]
     assert table["is_patch"].tolist() == [False] + [True] * 25
+    assert table["word"].tolist()[1:3] == ["(1, 1)", "(1, 2)"]
     assert table[GRADIENT].tolist() == result.of(GRADIENT).values.tolist()
     summary = result.summary().set_index("method")
     assert summary.loc[ROLLOUT, "spearman_low"] == result.of(ROLLOUT).agreement[1]
     assert summary.loc[ROLLOUT, "deletion_difference"] == result.of(ROLLOUT).curves.difference("deletion")[0]
     assert math.isnan(summary.loc[OCCLUSION, "spearman"])
-    assert repr(result) == f"Relevance({GRADIENT}, {ROLLOUT}, {ATTENTION}, {OCCLUSION}; 25 patches)"
-    maps = result.page_maps(side=1, target=6)
-    assert [each.method for each in maps] == [GRADIENT, ROLLOUT, ATTENTION, OCCLUSION]
-    for each, of_page in zip(result.maps, maps, strict=True):
-        assert (of_page.side, of_page.target, of_page.agreement) == (1, 6, each.agreement)
+    assert repr(result) == f"Relevance('LABEL_3': {GRADIENT}, {ROLLOUT}, {ATTENTION}, {OCCLUSION}; 25 patches)"
+    (passage,) = page_contents([seen.select(heads=[(0, 1)]), result]).passages
+    assert [each.method for each in passage.maps] == [GRADIENT, ROLLOUT, ATTENTION, OCCLUSION]
+    for each, of_page in zip(result.maps, passage.maps, strict=True):
+        assert (of_page.side, of_page.target_side, of_page.target) == (0, 0, 0)
+        assert of_page.agreement == each.agreement
         torch.testing.assert_close(of_page.values, each.values.float(), equal_nan=True)
         assert {len(curve) for curve in of_page.curves.values()} == {6}
         assert of_page.curves["deletion"] == each.curves.deletion.tolist()
@@ -807,50 +827,27 @@ def test_the_tables_and_the_maps_for_a_page():
         assert of_page.meaning.endswith(".")
     with pytest.raises(InputError, match="method: expected .*, got 'grad'"):
         result.of("grad")
+    with pytest.raises(InputError, match="results: expected maps of relevance together with their view, got maps for"):
+        page_contents([seen_by(model), result])
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("as_user")
-def test_unusable_patches_are_refused():
-    pixels, token_of = picture(), token_of_pixels(1)
-
-    def make(values=pixels, of=token_of, name="pixel_values", **options):
-        return InputPatches({"pixel_values": values}, name, of, **options)
-
-    cases = [
-        (lambda: make(name="pixels"), "name: expected the name of a float tensor among the inputs, got 'pixels'"),
-        (lambda: make(values=pixels.long()), r"name: .*got 'pixel_values' \(torch.int64\)"),
-        (lambda: make(values=pixels.log()), "inputs: expected finite numbers in pixel_values, got NaN or infinity"),
-        (lambda: make(of=token_of[:, :1]), r"token_of: .* \(1, 3, 30, 30\), got torch.int64 of shape \(1, 1, 30, 30\)"),
-        (lambda: make(of=token_of.double()), "token_of: expected whole numbers of shape .*, got torch.float64"),
-        (lambda: make(of=token_of - 3), "token_of: expected indices of tokens, and -1 for no token, got from -2"),
-        (lambda: make(of=token_of * 0 - 1), "token_of: expected indices of tokens"),
-        (lambda: make(baseline=math.inf), "baseline: expected a finite number, got inf"),
-        (
-            lambda: make(baseline=torch.zeros(2)),
-            r"baseline: .* that broadcast to shape \(1, 3, 30, 30\), got shape \(2,\)",
-        ),
-        (lambda: make(baseline=torch.full((3, 1, 1), torch.nan)), "baseline: expected finite numbers .*, got NaN"),
-        (lambda: make(channel_axis=4), "channel_axis: expected .* from -4 to 3, got 4"),
-        (lambda: make(centres=torch.zeros(25, 3)), r"centres: .* of at least 26 tokens, got \(25, 3\)"),
-        (lambda: make(centres=torch.full((26, 3), torch.nan)), "centres: expected finite numbers for tokens"),
-    ]
-    for build, message in cases:
-        with pytest.raises(InputError, match=message):
-            build()
-
-
-@pytest.mark.usefixtures("as_user")
 def test_unusable_arguments_are_refused():
-    model, patches, target = vit(), vit_patches(), PredictedToken(3)
-    far = InputPatches({"pixel_values": picture()}, "pixel_values", token_of_pixels(2))
+    model = vit()
+    seen, base = seen_by(model), vit().vit
+    other = vit()
+    next(other.vit.parameters()).data += 1.0
     cases = [
         ({"model": 3}, "model: expected a torch module, got int"),
-        ({"patches": picture()}, "patches: expected InputPatches, got Tensor"),
-        ({"targets": target}, "targets: expected a list of PredictedToken objects, got PredictedToken"),
-        ({"targets": []}, "targets: expected at least one, got none"),
+        ({"seen": picture()}, "seen: expected a view, which hw.view returns, got Tensor"),
+        ({"model": other}, "seen: expected a view of this model, got one of .* with other weights"),
+        ({"word": []}, "word: expected a word, or a score in its place, got none"),
+        ({"score": lambda out: out}, "word: expected a word, or a score in its place, got both"),
+        ({"word": 7}, "word: expected a whole number from 0 to 6, got 7"),
+        ({"word": "cat"}, r"word: expected a class \(LABEL_0, .*\) or its number, got 'cat'"),
         ({"methods": []}, "methods: expected at least one, got none"),
         ({"methods": ["lime"]}, "method: expected .*, got 'lime'"),
         ({"residual": 1.0}, "residual: expected a share of at least 0 and below 1, got 1.0"),
@@ -859,45 +856,26 @@ def test_unusable_arguments_are_refused():
         ({"orders": 1}, "orders: expected .*, got 1"),
         ({"batch_size": 0}, "batch_size: expected .*, got 0"),
         ({"heads": [3]}, r"heads: expected heads \(layer, head\), got 3"),
-        ({"targets": [PredictedToken(7)]}, "token: expected an id below 7, got 7"),
-        (
-            {"targets": [PredictedToken(3, position=0)]},
-            r"model: expected logits \(1, length, vocabulary\).*got shape \(1, 7\)",
-        ),
-        ({"targets": [PredictedToken(3, query=26)]}, "query: expected one of 26 tokens, got 26"),
-        (
-            {"targets": [PredictedToken(3, query=torch.ones(5))]},
-            "query: expected a finite weight for each of 26 tokens",
-        ),
-        ({"targets": [PredictedToken(score=lambda out: out.logits)]}, r"score: .*one number, got shape \(1, 7\)"),
-        ({"targets": [PredictedToken(score=lambda out: 1.0)]}, "score: .*one number, got float"),
-        ({"targets": [PredictedToken(score=lambda out: torch.ones(()))]}, "score: expected a score that depends on"),
-        (
-            {"targets": [PredictedToken(score=lambda out: out.logits.sum() * torch.inf)]},
-            "model: expected a finite score",
-        ),
-        ({"patches": far}, "token_of: expected indices of 26 tokens of the stream of patches, got 26"),
-        (
-            {"streams": TokenStreams(lambda call: None, "t", "t")},
-            "streams: expected attention calls of the stream 't'",
-        ),
-        (
-            {"streams": TokenStreams(lambda call: "t", "t", "t")},
-            "streams: expected CallStreams, a pair of names, or None",
-        ),
-        (
-            {"streams": TokenStreams(lambda call: ("t", "t"), "t", "t", {("t", "u"): torch.tensor([26])})},
-            r"links: expected a token of 't', or -1, for each of 1 tokens of 'u', got shape \(1,\), from 26 to 26",
-        ),
+        ({"word": None, "score": lambda out: out.logits}, r"score: .*one number, got shape \(1, 7\)"),
+        ({"word": None, "score": lambda out: 1.0}, "score: .*one number, got float"),
+        ({"word": None, "score": lambda out: torch.ones(())}, "score: expected a score that depends on"),
+        ({"word": None, "score": lambda out: out.logits.sum() * torch.inf}, "model: expected a finite score"),
+        ({"model": base, "seen": seen_by(base)}, r"model: expected logits .* of one example, got none; pass score="),
     ]
     for changes, message in cases:
-        arguments = {"model": model, "patches": patches, "targets": [target], "steps": 0} | changes
+        arguments = {"model": model, "seen": seen, "word": 3, "steps": 0} | changes
         with pytest.raises(InputError, match=message):
             relevance(**arguments)
-    with pytest.raises(InputError, match="token: expected the id of a token or class, or a score, got neither"):
-        PredictedToken()
-    with pytest.raises(InputError, match="position: expected .*, got 0.5"):
-        PredictedToken(3, position=0.5)
+    decoder = tiny.model("decoder", top="ForCausalLM")
+    seen = hw.view(decoder, tiny.tokenizer("decoder"), "w5 w6 w7 w6")
+    assert relevance(decoder, seen, "w6", methods=[ATTENTION], steps=0).query == (0, 3)
+    for word, message in (
+        (None, r"word: expected a word of the text \(w5, w6, w7\), got None"),
+        ("w9", "word: expected words of the text .*, got 'w9'"),
+        (0, "word: expected a word that is predicted from tokens before it, got 'w5'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            relevance(decoder, seen, word)
 
 
 def test_numbers_that_are_not_finite_are_refused_by_name():
@@ -906,20 +884,22 @@ def test_numbers_that_are_not_finite_are_refused_by_name():
     with pytest.raises(
         InputError, match="model: expected a finite score for every occluded input, got NaN or infinity"
     ):
-        relevance(model, vit_patches(), [PredictedToken(3)], steps=0)
+        relevance(model, seen_by(model), 3, steps=0)
 
     def score(output):
         logit = output.logits[0, 3]
         return logit + (logit - logit.detach()).abs().sqrt()  # finite, with an infinite derivative
 
     with pytest.raises(InputError, match="score: expected finite gradients, got NaN or infinity in vit"):
-        relevance(vit(), vit_patches(), [PredictedToken(score=score)], steps=0)
+        relevance(vit(), seen_by(vit()), score=score, steps=0)
 
 
 def test_the_model_is_unchanged():
-    model = vit().train()
+    model = vit()
+    seen = seen_by(model)
+    model.train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    relevance(model, vit_patches(), [PredictedToken(3)], steps=2, orders=2)
+    relevance(model, seen, 3, steps=2, orders=2)
     assert model.training
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -930,8 +910,8 @@ from pathlib import Path
 
 import torch
 
+import headwise as hw
 import tiny
-from headwise.analysis.flow.relevance import InputPatches, PredictedToken, relevance
 
 torch.set_num_threads(1)
 sizes = {"max_position_embeddings": 16384, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -939,9 +919,8 @@ model = tiny.model("decoder", top="ForCausalLM", **sizes)
 
 
 def run(length):
-    token_of = torch.arange(length)[:, None].expand(1, -1, 48)
-    patches = InputPatches({"inputs_embeds": torch.randn(1, length, 48)}, "inputs_embeds", token_of)
-    relevance(model, patches, [PredictedToken(3, -1)], methods=METHODS, steps=0)
+    seen = hw.view(model, tiny.tokenizer("decoder"), " ".join(["w5"] * length))
+    hw.relevance(model, seen, length - 1, methods=METHODS, steps=0)
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
 

@@ -1,4 +1,4 @@
-"""Maps of the relevance of each patch of a picture, or each token of a text, for one predicted token.
+"""Maps of the relevance of each patch of a picture, or each word of a text, for one predicted word.
 
 Attention weights state which tokens a query reads. They do not state whether the values that are read change the
 prediction. This module compares several maps with the effect of occluding a patch, which is measured:
@@ -8,17 +8,17 @@ prediction. This module compares several maps with the effect of occluding a pat
     attention                     weights of the last layer, or of chosen heads
     occlusion                     Zeiler and Fergus 2014, section 4.2
 
-Gradient-weighted attention and rollout are products of one matrix per attention call. Only one row of the product is
-needed, that of the query from which the token is predicted. So a row vector passes through the calls in reverse order,
-and attention weights are computed for some query rows at a time.
+Gradient-weighted attention and rollout are products of one matrix per attention call. Only the row of the product is
+needed that belongs to the token from which the word is predicted. So a row vector passes through the calls in reverse
+order, and attention weights are computed for some query rows at a time.
 """
 
 import math
-import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,25 +26,28 @@ from torch.utils import _pytree as pytree
 
 from headwise.analysis.flow.layer_reader import IGNORED, LARGEST_LOSS
 from headwise.analysis.flow.rollout import residual_share
+from headwise.analysis.token_sources import CallTokens, Place, hooked_embeddings
+from headwise.analysis.view_result import View, word_indices
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.backends.reference import attention_weights, grouped_matmul, masked_scores, mix_heads
 from headwise.attention.problem import Problem
-from headwise.checks import collection_of, finite_number, head_pairs, require_module, require_one_of, whole_number
+from headwise.checks import collection_of, head_pairs, require_module, require_one_of, whole_number
 from headwise.data.batches import (
-    call_model,
-    device_of,
+    call_by_names,
     evaluation_mode,
     frozen_parameters,
-    to_device,
+    is_encoder_decoder,
     with_cache_disabled,
 )
-from headwise.errors import InputError, require
+from headwise.data.tokenization import text_model
+from headwise.errors import InputError, errors_of, require
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.page.contents import RelevanceMap
+from headwise.runs.fingerprint import identity_of
 from headwise.settings import ROLLOUT_RESIDUAL
 from headwise.shapes import Bool, Float, Int
 from headwise.statistics.row_blocks import ROW_BLOCK_BYTES
@@ -55,257 +58,18 @@ MEANINGS = {
     GRADIENT: "Attention weights times their gradients, positive part, averaged over heads and added up over layers.",
     ROLLOUT: "Share of the token in the attention of the query, multiplied over layers.",
     ATTENTION: "Attention weight of the query on the token, averaged over heads.",
-    OCCLUSION: "Score of the complete input, less the score with the patch replaced by the baseline.",
+    OCCLUSION: "Score of the complete input, less the score with the patch replaced by the mean of the input.",
 }
 """Meaning of a value of a map, by the name of its method."""
 
 LEVEL = 0.95
 """Probability of confidence intervals."""
 
-ONE_STREAM = "tokens"
-"""Name of the stream of tokens of a model for which the caller states no streams."""
+Score = Callable[[Any], Tensor]
+"""Function from the output of a model, for one example, to a tensor with one number."""
 
 Estimate = tuple[float, float, float]
 """An estimated number, and the lower and upper limit of its confidence interval."""
-
-
-# -- what the caller states --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class InputPatches:
-    """Arguments of a model, with the entries of one of them, a float tensor, that each token of a sequence stands for.
-    A token with entries is called a patch, also where the tensor has embeddings of words.
-
-        pixels = processor(images=image, return_tensors="pt")["pixel_values"]       # (1, 3, 224, 224)
-        rows = torch.arange(224) // 16
-        token_of = 1 + rows[:, None] * 14 + rows                                    # token 0 is the class token
-        patches = InputPatches({"pixel_values": pixels}, "pixel_values", token_of.expand(1, 3, 224, 224))
-
-    Attributes:
-        inputs: arguments of the model by name, for one example.
-        name: name of the float tensor, such as "pixel_values" or "inputs_embeds".
-        token_of: for each entry of that tensor, the index of the token that stands for it, or -1 for none.
-        centres: for each token the number of its picture, and the row and the column of its centre, in any unit; NaN
-            for tokens without entries. By default, patches of a tensor `(pictures, channels, height, width)` have the
-            centres of their entries, and other patches lie in a row, in the order of the tokens.
-        baseline: number or tensor that replaces occluded entries; a tensor must broadcast to the input. By default the
-            mean of the tensor over the entries of all patches, one for each channel.
-        channel_axis: axis of the channels; by default 1 for a tensor of four axes. Other tensors have no channels.
-
-    Raises:
-        InputError: the tensor is missing, not of floats, or not finite; or another argument does not fit it.
-    """
-
-    inputs: Mapping[str, Any]
-    name: str
-    token_of: Int[Tensor, "..."]
-    centres: Float[Tensor, "tokens 3"] | None = None
-    baseline: float | Tensor | None = None
-    channel_axis: int | None = None
-
-    def __post_init__(self) -> None:
-        values = self.inputs.get(self.name) if isinstance(self.inputs, Mapping) else None
-        if not isinstance(values, Tensor) or not values.is_floating_point():
-            got = f"{self.name!r} ({values.dtype if isinstance(values, Tensor) else type(values).__name__})"
-            raise InputError("name", expected="the name of a float tensor among the inputs", got=got)
-        if not bool(values.isfinite().all()):
-            raise InputError("inputs", expected=f"finite numbers in {self.name}", got="NaN or infinity")
-        token_of, centres = self.token_of, self.centres
-        is_whole = isinstance(token_of, Tensor) and token_of.dtype in (torch.int32, torch.int64)
-        if not is_whole or token_of.shape != values.shape:
-            got = f"{token_of.dtype} of shape {tuple(token_of.shape)}" if isinstance(token_of, Tensor) else "no tensor"
-            raise InputError("token_of", expected=f"whole numbers of shape {tuple(values.shape)}", got=got)
-        count = int(token_of.max()) + 1 if token_of.numel() else 0
-        if count < 1 or int(token_of.min()) < -1:
-            least = int(token_of.min()) if token_of.numel() else "no numbers"
-            raise InputError("token_of", expected="indices of tokens, and -1 for no token", got=f"from {least}")
-        if self.channel_axis is not None:
-            whole_number("channel_axis", self.channel_axis, least=-values.ndim, most=values.ndim - 1)
-        if centres is not None and (
-            not isinstance(centres, Tensor) or centres.shape[1:] != (3,) or len(centres) < count
-        ):
-            shape = tuple(centres.shape) if isinstance(centres, Tensor) else type(centres).__name__
-            raise InputError("centres", expected=f"a tensor (tokens, 3) of at least {count} tokens", got=shape)
-        if centres is not None and not bool(centres[self.tokens].isfinite().all()):
-            raise InputError("centres", expected="finite numbers for tokens with entries", got="NaN or infinity")
-        _ = self.replacement  # refuses a baseline that does not fit
-
-    @cached_property
-    def tokens(self) -> Int[Tensor, " patches"]:
-        """Indices of the tokens that stand for entries, in ascending order, on the CPU."""
-        counts = torch.bincount(self.token_of[self.token_of >= 0].cpu())
-        return counts.nonzero()[:, 0]
-
-    @cached_property
-    def grid(self) -> Float[Tensor, "patches 3"]:
-        """Picture, row and column of each patch on the grid of its picture: the centres, with the distance of
-        neighbouring patches as the unit of each axis.
-        """
-        values, token_of = self.inputs[self.name], self.token_of.cpu()
-        if self.centres is not None:
-            centres = self.centres.detach().double().cpu()[self.tokens]
-        elif values.ndim == 4:
-            entry = (token_of >= 0).nonzero()
-            patch = torch.searchsorted(self.tokens, token_of[token_of >= 0].long())
-            sums = torch.zeros(len(self.tokens), 3, dtype=torch.float64).index_add_(
-                0, patch, entry[:, [0, 2, 3]].double()
-            )
-            centres = sums / torch.bincount(patch, minlength=len(self.tokens))[:, None]
-        else:
-            centres = torch.zeros(len(self.tokens), 3, dtype=torch.float64)
-            centres[:, 2] = self.tokens
-        placed = centres.clone()
-        for picture in torch.unique(centres[:, 0]):
-            of_picture = centres[:, 0] == picture
-            for axis in (1, 2):
-                gaps = torch.unique(centres[of_picture, axis]).diff()
-                placed[of_picture, axis] /= gaps.median() if len(gaps) else 1.0
-        return placed
-
-    @cached_property
-    def replacement(self) -> Tensor:
-        """Numbers that replace occluded entries: the baseline, in a shape that broadcasts to the tensor."""
-        values = self.inputs[self.name].detach()
-        if self.baseline is not None:
-            is_tensor = isinstance(self.baseline, Tensor)
-            baseline = torch.as_tensor(
-                self.baseline if is_tensor else finite_number("baseline", self.baseline)
-            ).detach()
-            sizes = (*(1,) * (values.ndim - baseline.ndim), *baseline.shape)
-            fits = len(sizes) == values.ndim and all(n in (1, m) for n, m in zip(sizes, values.shape, strict=True))
-            if not fits or not bool(baseline.isfinite().all()):
-                expected = f"finite numbers that broadcast to shape {tuple(values.shape)}"
-                got = "NaN or infinity" if fits else f"shape {tuple(baseline.shape)}"
-                raise InputError("baseline", expected=expected, got=got)
-            return baseline.to(values)
-        axis = 1 if self.channel_axis is None and values.ndim == 4 else self.channel_axis
-        is_real, numbers = (self.token_of >= 0).cpu(), values.cpu().double()
-        axes = [each for each in range(values.ndim) if axis is None or each != axis % values.ndim]
-        sums, count = ((each * is_real).sum(axes, keepdim=True) for each in (numbers, torch.ones_like(numbers)))
-        return (sums / count.clamp(min=1)).to(values)
-
-    def occluded(self, hidden: Bool[Tensor, "masks patches"]) -> Tensor:
-        """Return copies of the float tensor, stacked along a new first axis. In each copy, the entries of the patches
-        at which a row of `hidden` is True are replaced by the baseline.
-        """
-        values = self.inputs[self.name].detach()
-        is_patch = torch.zeros(len(hidden), int(self.token_of.max()) + 2, dtype=torch.bool)
-        is_patch[:, self.tokens + 1] = hidden
-        return torch.where(is_patch.to(values.device)[:, self.token_of.to(values.device) + 1], self.replacement, values)
-
-    def neighbours(self, size: int) -> Bool[Tensor, "patches patches"]:
-        """Return a mask that is True, in the row of each patch, at the patches of the same picture in a square of
-        `size` x `size` patches around it.
-        """
-        apart = (self.grid[:, None] - self.grid).abs()
-        return (apart[..., 0] == 0) & (apart[..., 1:] < size / 2).all(-1)
-
-
-@dataclass(frozen=True, eq=False)
-class PredictedToken:
-    """The prediction that maps of relevance explain. Its score is the log-probability of a token or class.
-
-        PredictedToken(token=42, position=-1)    # the token after a prompt; logits are (1, length, vocabulary)
-        PredictedToken(token=281)                # a class; logits are (1, classes)
-
-    Attributes:
-        token: id of the predicted token, or index of the class.
-        position: position of the logits from which the token is predicted; None for logits `(1, classes)`.
-        query: token whose row of the maps is computed, in the stream of the queries: by default `position`, or the
-            first token, the class token of most vision transformers. A tensor has a weight for each token, such as 1 /
-            tokens for a model that averages its tokens.
-        score: another score: function from the output of the model, for one example, to a tensor with one number.
-            Curves then show the score in place of the probability.
-    """
-
-    token: int | None = None
-    position: int | None = None
-    query: int | Float[Tensor, " tokens"] | None = None
-    score: Callable[[Any], Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        if self.score is None and self.token is None:
-            raise InputError("token", expected="the id of a token or class, or a score", got="neither")
-        for name in ("token", "position", "query"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Tensor):
-                whole_number(name, value, least=0 if name == "token" else -(2**31))
-
-    def score_of(self, output: Any) -> Float[Tensor, ""]:
-        """Return the score of the prediction in the output of the model for one example: by default the log-probability
-        of the token, in float32 at least.
-        """
-        if self.score is not None:
-            score = self.score(output)
-            if not isinstance(score, Tensor) or score.numel() != 1:
-                got = f"shape {tuple(score.shape)}" if isinstance(score, Tensor) else type(score).__name__
-                raise InputError("score", expected="a function that returns a tensor with one number", got=got)
-            return score.reshape(())
-        logits = getattr(output, "logits", output)
-        axes = 2 if self.position is None else 3
-        if not isinstance(logits, Tensor) or logits.ndim != axes or len(logits) != 1:
-            expected = f"logits (1, {'classes' if axes == 2 else 'length, vocabulary'}) of one example"
-            got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(output).__name__
-            raise InputError("model", expected=expected, got=got)
-        logits = logits[0]
-        if self.position is not None:
-            if not -len(logits) <= self.position < len(logits):
-                raise InputError("position", expected=f"one of {len(logits)} positions", got=self.position)
-            logits = logits[self.position]
-        if self.token is None or self.token >= len(logits):
-            raise InputError("token", expected=f"an id below {len(logits)}", got=self.token)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)[self.token]
-
-    def shown(self, scores: Float[Tensor, "*scores"]) -> Float[Tensor, "*scores"]:
-        """Return the numbers that curves show for `scores`: probabilities, or the scores themselves if they are not
-        log-probabilities.
-        """
-        return scores.exp() if self.score is None else scores
-
-
-class CallStreams(NamedTuple):
-    """Streams of one attention call: the sequence of tokens to which its queries belong, and that of its keys.
-
-    Attributes:
-        queries, keys: names of the streams.
-        query_tokens: token of the stream for each query, -1 for padding. By default the queries of all sequences of the
-            call are the tokens of the stream in order, as of the tiles of a picture.
-        key_tokens: the same for the keys.
-    """
-
-    queries: str
-    keys: str
-    query_tokens: Int[Tensor, "batch queries"] | None = None
-    key_tokens: Int[Tensor, "batch keys"] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class TokenStreams:
-    """Sequences of tokens inside a model, called streams, and the flow of information between them. Examples are the
-    patches of a vision tower, the prompt of a language model, and the source of an encoder-decoder.
-
-        TokenStreams(
-            lambda call: ("tower",) * 2 if "vision" in call.site.path else ("prompt",) * 2,
-            queries="prompt",
-            patches="tower",
-            links={("prompt", "tower"): prompt_token_of_patch},
-        )
-
-    Attributes:
-        of_call: function from an attention call to its `CallStreams`, or to the pair of their names; None for a call
-            that is left out.
-        queries: stream of the query from which the token is predicted.
-        patches: stream whose tokens `InputPatches.token_of` numbers.
-        links: for a pair of streams (later, earlier), the token of the later stream that each token of the earlier
-            stream becomes, without attention; -1 for none. The relevance of a later token is divided equally among the
-            earlier tokens that become it. It passes to the earlier stream before the last attention call there.
-    """
-
-    of_call: Callable[[Call], CallStreams | tuple[str, str] | None]
-    queries: str
-    patches: str
-    links: Mapping[tuple[str, str], Int[Tensor, " tokens"]] = field(default_factory=dict)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -347,7 +111,7 @@ class OrderCurves:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenMap:
+class RelevantTokens:
     """Relevance of each token by one method.
 
     Attributes:
@@ -355,7 +119,7 @@ class TokenMap:
         values: relevance of each token; NaN at tokens without a value.
         agreement: Spearman correlation with occlusion over patches, and the limits of its 95 % confidence interval; see
             `spatial_spearman`. None for occlusion itself, or if it was not measured.
-        curves: probability of the predicted token in the order of the map; None if it was not measured.
+        curves: probability of the predicted word in the order of the map; None if it was not measured.
     """
 
     method: str
@@ -366,43 +130,52 @@ class TokenMap:
 
 @dataclass(frozen=True, eq=False)
 class Relevance:
-    """Maps of relevance for one predicted token.
+    """Maps of relevance for one predicted word.
 
     Attributes:
-        target: the predicted token.
-        score: its score with the complete input, such as a log-probability, in nats.
+        view: the view of the model on the inputs.
+        word: the predicted word or class, or "score" for a score of the caller.
+        score: its score with the complete input: a log-probability in nats, or the caller's score.
         baseline_score: its score with all patches replaced by the baseline.
         maps: one map per method.
-        patches: indices of the tokens that are patches.
-        left_out: paths of the attention modules through which no relevance passes, since their calls belong to no
-            stream.
+        side: index of the text in the view whose tokens have the values.
+        patches: indices of the tokens that are patches or, in a text, words: those that are occluded.
+        query: text of the view, and token, to which the word is assigned on a page.
+        left_out: paths of the attention modules through which no relevance passes, since it is unknown to which tokens
+            they attend.
     """
 
-    target: PredictedToken
+    view: View
+    word: str
     score: float
     baseline_score: float
-    maps: tuple[TokenMap, ...]
+    maps: tuple[RelevantTokens, ...]
+    side: int
     patches: tuple[int, ...]
+    query: tuple[int, int]
     left_out: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return f"Relevance({', '.join(each.method for each in self.maps)}; {len(self.patches)} patches)"
+        return f"Relevance({self.word!r}: {', '.join(each.method for each in self.maps)}; {len(self.patches)} patches)"
 
-    def of(self, method: str) -> TokenMap:
+    def of(self, method: str) -> RelevantTokens:
         """Return the map of a method. Raise `InputError` if there is none."""
         require_one_of("method", method, [each.method for each in self.maps])
         return next(each for each in self.maps if each.method == method)
 
     def table(self) -> Any:
-        """Return the maps as a pandas DataFrame with one row per token: its index `token`, True in `is_patch` for a
-        patch, and one column per method.
+        """Return the maps as a pandas DataFrame with one row per token: its index, the word to which it belongs, True
+        in `is_patch` if it was occluded, and one column per method.
 
         Raises:
             MissingExtra: pandas is not installed.
         """
-        count = len(self.maps[0].values)
-        patches = set(self.patches)
-        columns: dict[str, Any] = {"token": range(count), "is_patch": [each in patches for each in range(count)]}
+        text, patches = self.view.texts[self.side], set(self.patches)
+        columns: dict[str, Any] = {
+            "token": range(len(text.tokens)),
+            "word": [text.words[index].text for index in text.word_of.tolist()],
+            "is_patch": [index in patches for index in range(len(text.tokens))],
+        }
         columns |= {each.method: each.values.tolist() for each in self.maps}
         return require("pandas", purpose="a table", extra="tables").DataFrame(columns)
 
@@ -429,10 +202,8 @@ class Relevance:
             rows.append(row)
         return require("pandas", purpose="a table", extra="tables").DataFrame(rows)
 
-    def page_maps(self, *, side: int, target: int) -> tuple[RelevanceMap, ...]:
-        """Return the maps for a page. `side` is the index of the side whose tokens have the values, and `target` the
-        index of the predicted token in the last side of the passage.
-        """
+    def page_maps(self) -> tuple[RelevanceMap, ...]:
+        """Return the maps in the form that a page shows."""
         maps = []
         for each in self.maps:
             curves: dict[str, list[float]] = {}
@@ -444,20 +215,58 @@ class Relevance:
                     "random insertion": each.curves.random_insertion.mean(0).tolist(),
                 }
             values = each.values.float()
-            maps.append(RelevanceMap(each.method, MEANINGS[each.method], side, target, values, each.agreement, curves))
+            maps.append(
+                RelevanceMap(each.method, MEANINGS[each.method], self.side, *self.query, values, each.agreement, curves)
+            )
         return tuple(maps)
 
 
 # -- the analysis ------------------------------------------------------------------------------------------------------
 
 
+@overload
 def relevance(
     model: nn.Module,
-    patches: InputPatches,
-    targets: Sequence[PredictedToken],
+    seen: View,
+    word: str | int | None = ...,
     *,
+    score: Score | None = ...,
+    methods: Collection[str] = ...,
+    heads: Collection[Any] | None = ...,
+    residual: float = ...,
+    neighbourhood: int = ...,
+    steps: int = ...,
+    orders: int = ...,
+    seed: int = ...,
+    batch_size: int = ...,
+) -> Relevance: ...
+
+
+@overload
+def relevance(
+    model: nn.Module,
+    seen: View,
+    word: list[str | int] | tuple[str | int, ...],
+    *,
+    score: Score | None = ...,
+    methods: Collection[str] = ...,
+    heads: Collection[Any] | None = ...,
+    residual: float = ...,
+    neighbourhood: int = ...,
+    steps: int = ...,
+    orders: int = ...,
+    seed: int = ...,
+    batch_size: int = ...,
+) -> tuple[Relevance, ...]: ...
+
+
+def relevance(
+    model: nn.Module,
+    seen: View,
+    word: str | int | list[str | int] | tuple[str | int, ...] | None = None,
+    *,
+    score: Score | None = None,
     methods: Collection[str] = tuple(MEANINGS),
-    streams: TokenStreams | None = None,
     heads: Collection[Any] | None = None,
     residual: float = ROLLOUT_RESIDUAL,
     neighbourhood: int = 1,
@@ -465,53 +274,60 @@ def relevance(
     orders: int = 8,
     seed: int = 0,
     batch_size: int = 8,
-) -> tuple[Relevance, ...]:
-    """Compute how relevant each patch of a picture, or each token of a text, was for predicted tokens. Several maps are
-    compared with the measured effect of occluding patches. Return one result per predicted token; they share the runs
-    with occluded patches.
+) -> Relevance | tuple[Relevance, ...]:
+    """Compute how relevant each patch of a picture, or each word of a text, was for a predicted word. Several maps are
+    compared with the measured effect of occluding patches. For a list of words, return a tuple with one result per
+    word; they share the runs with occluded patches.
 
-        (result,) = relevance(model, patches, [PredictedToken(token=42, position=-1)])
-        result.summary()                # one row per method: spearman, deletion, insertion, ...
-        result.table()                  # one row per token, one column per method
+        seen = headwise.view(model, processor, "What is left of the cup?", images="cups.png", generate=8)
+        maps = headwise.relevance(model, seen, "plate")
+        maps.summary()                              # one row per method: spearman, deletion, insertion, ...
+        headwise.write_page("page.html", seen, maps)
 
-    **Gradient-weighted attention** (Chefer, Gur and Wolf 2021). Let A_h be the weights of head h in an attention call,
-    and S the score. With Hadamard products, and means over the H heads of the call,
+    The score S is the log-probability of the word: the sum over its tokens, each predicted from the tokens before it.
+
+    **Gradient-weighted attention** (Chefer, Gur and Wolf 2021). Let A_h be the weights of head h in an attention call.
+    With Hadamard products, and means over the H heads of the call,
 
         A = mean over h of (dS/dA_h * A_h)^+     (equation 5)
         R <- R + A R, with R = I before the first call     (equations 6 and 7)
 
-    The rows and columns of R are the tokens of all streams, and A is zero outside of the queries and keys of the call.
-    So for cross-attention the update is R^qk <- R^qk + A R^kk: equation 10 without its normalisation of R, and without
-    its factor (R^qq)^T. The map is the row of R that belongs to the query from which the token is predicted. It is
-    computed as a row vector r, the unit vector of the query, that passes through the calls in reverse order: r <- r + r
-    A. The gradient with respect to a weight is dS/dA_ij = <dS/do_i, v_j>, with the output o_i of the head before the
-    output projection and the value v_j. So one backward pass to the head outputs is enough.
+    The rows and columns of R are the tokens of all sequences of the model, and A is zero outside of the queries and
+    keys of the call. So for cross-attention the update is R^qk <- R^qk + A R^kk: equation 10 without its normalisation
+    of R, and without its factor (R^qq)^T. The map is the row of R of the token from which the word is predicted: the
+    query of the last attention call on which the score depends; of several, such as in a model that averages its
+    tokens, it is the mean of their rows. It is computed as a row vector r that passes through the calls in reverse
+    order: r <- r + r A. The gradient with respect to a weight is dS/dA_ij = <dS/do_i, v_j>, with the output o_i of the
+    head before the output projection and the value v_j. So one backward pass to the head outputs is enough.
 
     **Attention rollout** passes the same row vector through (1 - residual) times the mean weights of the heads, plus
-    `residual` times the identity, for the queries of each call. Its sum is 1, less what learned sinks receive, for one
-    stream. **Attention** is the mean over heads of the weights of
-    the query in the last layer with keys in the stream of the patches, or of the chosen `heads`. Calls on which the
-    score does not depend are left out of all maps.
+    `residual` times the identity, for the queries of each call. **Attention** is the mean over heads of the weights of
+    the query in the last layer, or of the chosen `heads`. Calls on which the score does not depend are left out of all
+    maps. Where a token of one sequence becomes a token of another one without attention, as between a vision tower and
+    a language model, the row vector passes on to the tokens that depend on the same pixels.
 
     **Occlusion** (Zeiler and Fergus 2014) is the score of the complete input minus the score with the patch, or a
-    square of patches around it, replaced by the baseline. It is NaN at tokens that are not patches.
+    square of patches around it, replaced: pixels by those of a picture of the mean colour, a word by the mean embedding
+    of the text. It is NaN at tokens that are not patches.
 
     The result also contains, for each map, the rank correlation with occlusion (`spatial_spearman`), and the
-    probability of the token while patches are removed or shown in the order of the map (`OrderCurves`).
+    probability of the word while patches are removed or shown in the order of the map (`OrderCurves`).
 
-    The model runs in evaluation mode: once with a backward pass for each predicted token, and once for each occluded
-    input. The backward pass keeps the queries, keys and values of all calls. Weights are computed for up to 16 MiB of
-    query rows at a time. Only for a model that computes the weights itself, without an attention function, the weights
-    of these calls are kept.
+    The model runs in evaluation mode: once with a backward pass for each word, and once for each occluded input. The
+    backward pass keeps the queries, keys and values of all calls. Weights are computed for up to 16 MiB of query rows
+    at a time. Only for a model that computes the weights itself, without an attention function, the weights of these
+    calls are kept.
 
     Args:
-        model: any module that `watch` supports, whose output has gradients.
-        patches: its arguments, and the entries that each token stands for.
-        targets: the predicted tokens, such as all generated ones.
+        model: the model that was viewed.
+        seen: its view of a text, of pictures or of both. The values are those of the patches where the model first
+            reads them or, without pictures, of the words of the first text.
+        word: a word of the text that the model generates or reads, by its text or its index; of a word that occurs
+            several times, the last one. For a classifier, the name or number of a class, by default the predicted one.
+        score: another score than that of a word; a function from the output of the model, for one example, to a tensor
+            with one number. Curves then show the score in place of the probability.
         methods: names of the methods, by default all. Without "occlusion", no agreement is measured.
-        streams: sequences of tokens of the model, if it has cross-attention or several stages. By default, the model
-            has one stream: all calls with as many queries and keys as the last call on which the score depends.
-        heads: heads (layer, head) of the map "attention", by the numbers or module paths that `watch` shows.
+        heads: heads (layer, head) of the map "attention", by the numbers of the view.
         residual: share of the residual connection in the rollout, at least 0 and below 1.
         neighbourhood: odd number of patches along the side of the occluded square.
         steps: number of steps of the deletion and insertion curves, at most the number of patches; 0 for no curves.
@@ -521,63 +337,153 @@ def relevance(
             a batch of two, it is called for one input at a time.
 
     Raises:
-        InputError: an argument cannot be used; the attention of a module cannot be read; the score is not finite or
-            does not depend on the output of any head; the model has cross-attention and no `streams`.
+        InputError: an argument cannot be used; the view is of another model; the attention of a module cannot be read;
+            the score is not finite or does not depend on the output of any head; no path of known attention leads from
+            the word to the patches.
         MissingExtra: scipy, which computes ranks and intervals, is not installed.
 
+    Warns:
+        UserWarning: of attention modules through which no relevance passes.
+
     Example:
-        >>> patches = InputPatches({"inputs_embeds": embeddings}, "inputs_embeds", token_of)  # doctest: +SKIP
-        >>> relevance(model, patches, [PredictedToken(token, -1)])[0].summary()  # doctest: +SKIP
+        >>> seen = headwise.view(model, tokenizer, "The capital of France is Paris")  # doctest: +SKIP
+        >>> headwise.relevance(model, seen, "Paris").summary()  # doctest: +SKIP
     """
-    require_module(model)
-    if not isinstance(patches, InputPatches):
-        raise InputError("patches", expected="InputPatches", got=type(patches).__name__)
-    if not isinstance(targets, list | tuple) or not all(isinstance(each, PredictedToken) for each in targets):
-        raise InputError("targets", expected="a list of PredictedToken objects", got=repr(targets))
+    reader = _viewed_model(model, seen)
     chosen = list(dict.fromkeys(collection_of("methods", methods, of="names of methods")))
     for name in chosen:
         require_one_of("method", name, tuple(MEANINGS))
-    residual, heads = residual_share(residual), None if heads is None else head_pairs("heads", heads)
+    residual = residual_share(residual)
     numbers = {"steps": (steps, 0), "orders": (orders, 2), "batch_size": (batch_size, 1), "seed": (seed, 0)}
     for name, (value, least) in (numbers | {"neighbourhood": (neighbourhood, 1)}).items():
         whole_number(name, value, least=least)
-    if not chosen or not targets or neighbourhood % 2 == 0:
-        argument = "methods" if not chosen else "neighbourhood" if targets else "targets"
-        expected = "an odd number" if argument == "neighbourhood" else "at least one"
-        raise InputError(argument, expected=expected, got=neighbourhood if expected == "an odd number" else "none")
-    count, index = len(patches.tokens), patches.tokens
-    generator = torch.Generator().manual_seed(seed)
-    random_orders = [torch.randperm(count, generator=generator) for _ in range(orders)]
-    with evaluation_mode(model), torch.no_grad():
-        scorer = _Scorer(model, patches, targets, batch_size)
+    if not chosen or neighbourhood % 2 == 0:
+        argument, expected = ("neighbourhood", "an odd number") if chosen else ("methods", "at least one")
+        raise InputError(argument, expected=expected, got=neighbourhood if chosen else "none")
+    words: list[Any] = list(word) if isinstance(word, list | tuple) else [word]
+    if not words or (score is not None and words != [None]):
+        raise InputError("word", expected="a word, or a score in its place", got="none" if not words else "both")
+    modules = None if heads is None else [(seen.head(*pair).module, pair[1]) for pair in head_pairs("heads", heads)]
+    with evaluation_mode(reader), torch.no_grad():
+        scorer = _Scorer(reader, seen, batch_size)
+        scorer.predictions = [_prediction(reader, seen, scorer.output, each, score) for each in words]
+        count, index = len(scorer.patches), scorer.patches
+        generator = torch.Generator().manual_seed(seed)
+        random_orders = [torch.randperm(count, generator=generator) for _ in range(orders)]
         ends = scorer(torch.tensor([[False] * count, [True] * count]))
-        flow = None if chosen == [OCCLUSION] else _AttentionFlow(model, scorer, streams)
-        tokens = int(index[-1]) + 1 if flow is None else flow.sizes[flow.streams.patches]
-        effects = ends[0] - scorer(patches.neighbours(neighbourhood)) if OCCLUSION in chosen else None
-        results = []
-        for number, each in enumerate(targets):
-            maps: list[TokenMap] = []
+        flow = None if chosen == [OCCLUSION] else _AttentionFlow(reader, scorer)
+        effects = ends[0] - scorer(scorer.neighbours(neighbourhood)) if OCCLUSION in chosen else None
+
+        def result_of(number: int) -> Relevance:
+            maps: list[RelevantTokens] = []
             for name in chosen:
                 if flow is None or name == OCCLUSION:
                     assert effects is not None
-                    values = torch.full((tokens,), torch.nan, dtype=torch.float64).index_copy(
-                        0, index, effects[:, number]
-                    )
+                    values = torch.full((scorer.size,), torch.nan, dtype=torch.float64)
+                    values[index] = effects[:, number]
                 elif name == ATTENTION:
-                    values = flow.attention(number, heads)
+                    values = flow.attention(number, modules)
                 else:
                     values = flow.passed(number, None if name == GRADIENT else residual)
                 agreement = curves = None
                 if effects is not None and name != OCCLUSION:
-                    agreement = spatial_spearman(values[index], effects[:, number], patches.grid)
+                    agreement = spatial_spearman(values[index], effects[:, number], scorer.grid)
                 if steps:
                     order = values[index].argsort(descending=True, stable=True)
                     curves = _order_curves(scorer, number, order, random_orders, min(steps, count))
-                maps.append(TokenMap(name, values, agreement, curves))
-            score, without = ends[:, number].tolist()
-            left_out = () if flow is None else flow.left_out
-            results.append(Relevance(each, score, without, tuple(maps), tuple(index.tolist()), left_out))
-    return tuple(results)
+                maps.append(RelevantTokens(name, values, agreement, curves))
+            word, query = scorer.predictions[number].word, scorer.predictions[number].query
+            if query is None:
+                query = (scorer.side, 0) if flow is None else flow.first_query(number)
+            (complete, without), left_out = ends[:, number].tolist(), () if flow is None else flow.left_out
+            patches = tuple(index.tolist())
+            return Relevance(seen, word, complete, without, tuple(maps), scorer.side, patches, query, left_out)
+
+        results = tuple(result_of(number) for number in range(len(words)))
+    return results if isinstance(word, list | tuple) else results[0]
+
+
+def _viewed_model(model: nn.Module, seen: View) -> nn.Module:
+    """Return the model, or the part of it, whose run a view shows. Raise `InputError` if this is unknown."""
+    require_module(model)
+    if not isinstance(seen, View) or seen.run is None:
+        raise InputError("seen", expected="a view, which hw.view returns", got=type(seen).__name__)
+    is_encoder = is_encoder_decoder(model) and list(seen.run.inputs)[:1] == ["input_ids"]
+    reader = text_model(model) if is_encoder and "decoder_input_ids" not in seen.run.inputs else model
+    if seen.identity is not None and seen.identity.is_other(identity_of(reader)):
+        raise InputError("seen", expected="a view of this model", got=f"one of {seen.title} with other weights")
+    return reader
+
+
+class _Prediction(NamedTuple):
+    """Prediction that maps explain: the word, its score, whether the score is a log-probability, and the text and token
+    of the word in the view (None for a class or a score of the caller).
+    """
+
+    word: str
+    score: Score
+    is_log_probability: bool = True
+    query: tuple[int, int] | None = None
+
+
+def _prediction(model: nn.Module, seen: View, output: Any, word: Any, score: Score | None) -> _Prediction:
+    """Return the prediction of a word of a text in the view, or of a class; or the prediction of a score."""
+    if score is not None:
+
+        def checked(output: Any) -> Tensor:
+            number = score(output)
+            if not isinstance(number, Tensor) or number.numel() != 1:
+                got = f"shape {tuple(number.shape)}" if isinstance(number, Tensor) else type(number).__name__
+                raise InputError("score", expected="a function that returns a tensor with one number", got=got)
+            return number.reshape(())
+
+        return _Prediction("score", checked, is_log_probability=False)
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or len(logits) != 1:
+        got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else "none"
+        expected = "logits (1, classes) or (1, tokens, vocabulary) of one example"
+        raise InputError("model", expected=expected, got=got, remedy="pass score=")
+
+    def log_probabilities(output: Any) -> Tensor:
+        logits: Tensor = output.logits[0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+    if logits.ndim == 2:
+        names: dict[int, str] = dict(getattr(getattr(model, "config", None), "id2label", None) or {})
+        number = int(logits.argmax()) if word is None else word
+        if isinstance(word, str):
+            found = [index for index, name in names.items() if name.casefold() == word.strip().casefold()]
+            if not found:
+                shown = ", ".join(list(names.values())[:20])
+                raise InputError("word", expected=f"a class ({shown}) or its number", got=repr(word))
+            number = found[0]
+        number = whole_number("word", number, least=0, most=logits.shape[1] - 1)
+        return _Prediction(names.get(number, f"class {number}"), lambda output: log_probabilities(output)[number])
+    assert seen.run is not None
+    name = "decoder_input_ids" if "decoder_input_ids" in seen.run.inputs else "input_ids"
+    sides = [
+        side
+        for side, tokens_of in enumerate(seen.run.tokens_of)
+        if name in tokens_of and logits.shape[1] == len(seen.texts[side].tokens)
+    ]
+    if len(sides) != 1:
+        expected = f"a view with a text of {logits.shape[1]} tokens, for each of which the model has logits"
+        raise InputError("seen", expected=expected, got=f"{len(sides)} of them", remedy="pass score=")
+    text = seen.texts[sides[0]]
+    if word is None:
+        shown = ", ".join(dict.fromkeys(each.text for each in text.words if each.lexical))[:200]
+        raise InputError("word", expected=f"a word of the text ({shown})", got="None")
+    index = max(word_indices("word", text, [word]))
+    tokens = (text.word_of == index).nonzero()[:, 0]
+    ids = torch.full((len(tokens),), -1) if text.ids is None else text.ids[0].cpu()[tokens]
+    if int(tokens[0]) == 0 or int(ids.min()) < 0:
+        got = f"{text.words[index].text!r}"
+        raise InputError("word", expected="a word that is predicted from tokens before it", got=got)
+
+    def of_word(output: Any) -> Tensor:
+        return log_probabilities(output)[tokens - 1, ids].sum()
+
+    return _Prediction(text.words[index].text, of_word, query=(sides[0], int(tokens[0])))
 
 
 def spatial_spearman(
@@ -667,46 +573,80 @@ def _mean_interval(values: Float[Tensor, " samples"]) -> Estimate:
     return mean, mean - width, mean + width
 
 
-def _order_curves(
-    scorer: "_Scorer", number: int, order: Int[Tensor, " patches"], random_orders: Sequence[Tensor], steps: int
-) -> OrderCurves:
-    """Return the probability of predicted token `number` while patches are removed and shown in `order`, and in random
-    orders. After step i, i * patches // steps patches are removed or shown.
-    """
-    counts = torch.tensor([step * len(order) // steps for step in range(steps + 1)])
-
-    def curves(order: Int[Tensor, " patches"]) -> Float[Tensor, "kinds steps"]:
-        rank = torch.empty_like(order)
-        rank[order] = torch.arange(len(order))
-        is_early = rank < counts[:, None]
-        scores = scorer(torch.cat([is_early, ~is_early]))[:, number]
-        return scorer.targets[number].shown(scores).view(2, -1)
-
-    deletion, insertion = curves(order)
-    of_random = torch.stack([curves(each) for each in random_orders])
-    return OrderCurves(counts.double() / len(order), deletion, insertion, of_random[:, 0], of_random[:, 1])
-
-
 class _Scorer:
-    """Function from masks of occluded patches to the scores of all predicted tokens. Scores are cached by mask, since
-    the curves of all maps begin and end with the same inputs. The masks are `(masks, patches)`, True at occluded
-    patches; the scores are `(masks, targets)`, on the CPU in float64.
+    """Function from masks of occluded patches to the scores of all predictions. Scores are cached by mask, since the
+    curves of all maps begin and end with the same inputs. The masks are `(masks, patches)`, True at occluded patches;
+    the scores are `(masks, predictions)`, on the CPU in float64.
+
+    Attributes:
+        model, seen: the model, and its view.
+        predictions: the predictions; they are set after the first run.
+        side: index of the text whose tokens are occluded: the first one with patches that the model reads or, without
+            pictures, the first text.
+        size: number of its tokens.
+        patches: indices of the tokens that are occluded: patches or, without pictures, words.
+        inputs: arguments of the model.
+        output: output of the model for the complete input.
     """
 
-    def __init__(
-        self, model: nn.Module, patches: InputPatches, targets: Sequence[PredictedToken], batch_size: int
-    ) -> None:
-        self.model, self.patches, self.targets = model, patches, targets
-        inputs = to_device(with_cache_disabled(model, dict(patches.inputs)), device_of(model))
+    def __init__(self, model: nn.Module, seen: View, batch_size: int) -> None:
+        assert seen.run is not None
+        self.model, self.seen = model, seen
+        self.predictions: list[_Prediction] = []
         # A backward pass cannot save tensors that were made in inference mode.
         self.inputs = {
             name: value.clone() if isinstance(value, Tensor) and value.is_inference() else value
-            for name, value in inputs.items()
+            for name, value in with_cache_disabled(model, dict(seen.run.inputs)).items()
         }
         self._batch_size, self._is_checked = batch_size, batch_size == 1
         self._known: dict[bytes, Tensor] = {}
+        read = [side.stream for sides in seen.run.calls.values() for side in sides[::-1]]
+        with_patches = [side for side in read if any(seen.texts[side].patches)]
+        self.side = with_patches[0] if with_patches else 0
+        text = seen.texts[self.side]
+        self._tokens_of, self._baselines = seen.run.tokens_of[self.side], seen.run.baselines
+        self.size = len(text.tokens)
+        is_occluded = torch.tensor(
+            [patch is not None for patch in text.patches] or [not token.special for token in text.tokens]
+        )
+        has_source = torch.zeros(self.size + 1, dtype=torch.bool)
+        for tokens in self._tokens_of.values():
+            has_source[tokens] = True
+        self.patches = (is_occluded & has_source[:-1]).nonzero()[:, 0]
+        if not len(self.patches):
+            raise InputError("seen", expected="a view with patches or words to occlude", got=f"none in {text.name!r}")
+        with errors_of("model", expected="a model that reads the inputs of the view"):
+            self.output = call_by_names(model, self.inputs)
 
-    def __call__(self, masks: Bool[Tensor, "masks patches"]) -> Float[Tensor, "masks targets"]:
+    @cached_property
+    def grid(self) -> Float[Tensor, "patches 3"]:
+        """Picture, row and column of each patch: those of its centre, with the distance of neighbouring patches as the
+        unit of each axis. Words are in one row.
+        """
+        boxes = self.seen.texts[self.side].patches
+        centres = torch.zeros(len(self.patches), 3, dtype=torch.float64)
+        centres[:, 2] = torch.arange(len(self.patches))
+        for place, index in enumerate(self.patches.tolist()):
+            box = boxes[index] if boxes else None
+            if box is not None:
+                middle = box.picture, box.top + box.height / 2, box.left + box.width / 2
+                centres[place] = torch.tensor(middle, dtype=torch.float64)
+        for picture in torch.unique(centres[:, 0]):
+            of_picture = centres[:, 0] == picture
+            for axis in (1, 2):
+                gaps = torch.unique(centres[of_picture, axis]).diff()
+                gaps = gaps[gaps > gaps.amax() / 3] if len(gaps) else gaps  # others are rounding, or cut at the border
+                centres[of_picture, axis] /= gaps.median() if len(gaps) else 1.0
+        return centres
+
+    def neighbours(self, size: int) -> Bool[Tensor, "patches patches"]:
+        """Return a mask that is True, in the row of each patch, at the patches of the same picture in a square of
+        `size` x `size` patches around it.
+        """
+        apart = (self.grid[:, None] - self.grid).abs()
+        return (apart[..., 0] == 0) & (apart[..., 1:] < size / 2).all(-1)
+
+    def __call__(self, masks: Bool[Tensor, "masks patches"]) -> Float[Tensor, "masks predictions"]:
         keys = [mask.numpy().tobytes() for mask in masks]
         missing = list({key: mask for key, mask in zip(keys, masks, strict=True) if key not in self._known}.items())
         while missing:
@@ -725,7 +665,7 @@ class _Scorer:
         patches occluded. If it fails, or has other scores, all later masks are run one by one.
         """
         self._is_checked, expected = True, torch.stack(list(self._known.values()))
-        dtype = self.inputs[self.patches.name].dtype
+        dtype = next(each.dtype for each in self.model.parameters() if each.is_floating_point())
         try:
             difference = (self._run(masks) - expected).abs() / expected.abs().clamp(min=1.0)
         except Exception:  # any error of the model, which may read one example alone
@@ -734,15 +674,35 @@ class _Scorer:
             if not bool((difference <= torch.finfo(dtype).eps ** 0.5).all()):
                 self._batch_size = 1
 
-    def _run(self, masks: Bool[Tensor, "masks patches"]) -> Float[Tensor, "masks targets"]:
+    def _run(self, masks: Bool[Tensor, "masks patches"]) -> Float[Tensor, "masks predictions"]:
         """Run the model on one batch with an input for each mask: along the first axis, each tensor is repeated."""
-        count, name = len(masks), self.patches.name
+        count = len(masks)
+        hidden = torch.zeros(count, self.size + 1, dtype=torch.bool)
+        hidden[:, self.patches] = masks
         batch = {
-            key: torch.cat([value] * count) if isinstance(value, Tensor) and value.ndim else value
-            for key, value in self.inputs.items()
+            name: torch.cat([value] * count) if isinstance(value, Tensor) and value.ndim else value
+            for name, value in self.inputs.items()
         }
-        batch[name] = self.patches.occluded(masks).to(self.inputs[name]).flatten(0, 1)
-        output = call_model(self.model, batch)
+        of_ids: dict[str, Tensor] = {}
+        for name, tokens in self._tokens_of.items():
+            is_hidden = hidden[:, tokens].any(1)  # the token -1, which is none, is never hidden
+            if name in self._baselines:
+                value, baseline = self.inputs[name], self._baselines[name].to(self.inputs[name])
+                is_hidden = is_hidden.view(count, *value.shape).to(value.device)
+                batch[name] = torch.where(is_hidden, baseline, value).flatten(0, 1)
+            elif not any(self.seen.texts[self.side].patches):
+                of_ids[name] = is_hidden
+
+        def occluded(name: str, embedded: Tensor) -> Tensor:
+            is_hidden = of_ids.get(name)
+            if is_hidden is None:
+                return embedded
+            is_word = torch.isin(self._tokens_of[name], self.patches).any(0)
+            mean = embedded[:1, is_word.to(embedded.device)].mean(1, keepdim=True)
+            return torch.where(is_hidden.to(embedded.device)[..., None], mean, embedded)
+
+        with hooked_embeddings(self.model, batch, occluded):
+            output = call_by_names(self.model, batch)
 
         def of_example(index: int) -> Any:
             def part(tensor: Tensor) -> Tensor:
@@ -750,8 +710,28 @@ class _Scorer:
 
             return output if count == 1 else pytree.tree_map_only(Tensor, part, output)
 
-        scores = [[target.score_of(each) for target in self.targets] for each in map(of_example, range(count))]
+        scores = [[each.score(example) for each in self.predictions] for example in map(of_example, range(count))]
         return torch.stack([torch.stack([score.cpu().double() for score in row]) for row in scores])
+
+
+def _order_curves(
+    scorer: _Scorer, number: int, order: Int[Tensor, " patches"], random_orders: Sequence[Tensor], steps: int
+) -> OrderCurves:
+    """Return the probability of prediction `number` while patches are removed and shown in `order`, and in random
+    orders. After step i, i * patches // steps patches are removed or shown.
+    """
+    counts = torch.tensor([step * len(order) // steps for step in range(steps + 1)])
+
+    def curves(order: Int[Tensor, " patches"]) -> Float[Tensor, "kinds steps"]:
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order))
+        is_early = rank < counts[:, None]
+        scores = scorer(torch.cat([is_early, ~is_early]))[:, number]
+        return (scores.exp() if scorer.predictions[number].is_log_probability else scores).view(2, -1)
+
+    deletion, insertion = curves(order)
+    of_random = torch.stack([curves(each) for each in random_orders])
+    return OrderCurves(counts.double() / len(order), deletion, insertion, of_random[:, 0], of_random[:, 1])
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -759,7 +739,7 @@ class _Scorer:
 
 @dataclass(eq=False)
 class _ReadCall:
-    """One attention call of the run: its tensors, and the gradient of each predicted token's score with respect to its
+    """One attention call of the run: its tensors, and the gradient of the score of each prediction with respect to its
     head outputs.
 
     Attributes:
@@ -768,8 +748,8 @@ class _ReadCall:
         problem: queries, keys, values and options; None if these are unknown.
         weights, values: weights and values, if `problem` is None.
         gradients: gradient of each score; None for a score that does not depend on the call.
-        queries, keys: streams of queries and keys.
-        query_tokens, key_tokens: token of the stream for each query and each key, -1 for none.
+        queries, keys: indices of the texts of the queries and keys; -1 if they are unknown.
+        query_tokens, key_tokens: token of the text for each query and each key.
     """
 
     call: Call
@@ -779,22 +759,45 @@ class _ReadCall:
     weights: Float[Tensor, "batch heads queries keys"] | None = None
     values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None
     gradients: tuple[Tensor | None, ...] = ()
-    queries: str = ""
-    keys: str = ""
+    queries: int = -1
+    keys: int = -1
     query_tokens: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     key_tokens: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
+    def place(self, queries: CallTokens, keys: CallTokens) -> None:
+        """Store the tokens of the queries and keys."""
+        self.queries, self.keys, device = queries.stream, keys.stream, self.out.device
+        self.query_tokens, self.key_tokens = queries.rows.to(device), keys.rows.to(device)
+
+    def release(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Store the gradients of the scores, and release the graph of the run, which would stay in memory."""
+        self.gradients, self.out = gradients, self.out.detach()
+        self.added = self.out
+        if self.problem is not None:
+            changes: dict[str, Any] = {
+                name: getattr(self.problem, name).detach()
+                for name in ("q", "k", "v", "bias", "sinks", "scale")
+                if isinstance(getattr(self.problem, name), Tensor)
+            }
+            self.problem = replace(self.problem, **changes)
+
     def is_other_part(self, other: "_ReadCall") -> bool:
-        """Return True if another call of the same module has other queries of the same stream."""
-        tokens = other.query_tokens[other.query_tokens >= 0]
+        """Return True if another call of the same module has other queries of the same text."""
         is_same_layer = (self.call.site, self.queries) == (other.call.site, other.queries)
-        return is_same_layer and not bool(torch.isin(tokens, self.query_tokens).any())
+        return is_same_layer and not bool(torch.isin(other.query_tokens, self.query_tokens).any())
+
+    def add_to_keys(self, rows: Sequence[Float[Tensor, " _"]], values: Float[Tensor, "batch used"]) -> None:
+        """Add values of keys to the row vector of their text, in place. `values` may lack keys at the end, which no
+        query attends to.
+        """
+        row = rows[self.keys]
+        row.index_add_(0, self.key_tokens[:, : values.shape[1]].flatten(), values.flatten().to(row.dtype))
 
     def product(
         self, rows: Float[Tensor, "batch queries"], number: int | None = None, heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch keys"]:
         """Return the sum over queries of `rows` times a matrix (queries x keys). The matrix is the sum of the attention
-        weights over `heads`, by default all. With the `number` of a predicted token, each weight is multiplied by its
+        weights over `heads`, by default all. With the `number` of a prediction, each weight is multiplied by its
         gradient, and negative products are set to 0.
 
         Raises:
@@ -870,16 +873,9 @@ class _CallReader(SiteRegistry):
 
         def change(attended: HeadOutput) -> Tensor:
             if key not in self.calls:
-                out = attended.out.detach()
+                out = attended.out  # with the graph of the run, until links are known
                 added = torch.zeros_like(out).requires_grad_(torch.is_grad_enabled())
                 problem = attended.read_problem()
-                if problem is not None:  # without the graph of the run, which would stay in memory
-                    changes: dict[str, Any] = {
-                        name: getattr(problem, name).detach()
-                        for name in ("q", "k", "v", "bias", "sinks", "scale")
-                        if isinstance(getattr(problem, name), Tensor)
-                    }
-                    problem = replace(problem, **changes)
                 self.calls[key] = _ReadCall(call, added, out, problem)
             return attended.out + self.calls[key].added
 
@@ -913,256 +909,238 @@ class _WeightReader(SiteRegistry):
 
 
 class _AttentionFlow:
-    """Attention calls of one run of the model, through which row vectors pass from the query of a predicted token to
-    the tokens of the first layer.
+    """Attention calls of one run of the model, through which row vectors pass from the token from which a word is
+    predicted to the tokens of the text that is occluded. The sequences of tokens are the texts of the view.
 
     Attributes:
-        streams: the streams of the model.
-        sizes: number of tokens of each stream.
-        left_out: paths of modules with calls of no stream.
+        left_out: paths of modules on which a score depends, and of which it is unknown to which tokens they attend.
     """
 
-    def __init__(self, model: nn.Module, scorer: _Scorer, streams: TokenStreams | None) -> None:
-        self.targets, self._reader = scorer.targets, _CallReader(model)
-        calls = self._differentiated(model, scorer)
-        self.streams = streams = _one_stream(calls) if streams is None else streams
-        self.sizes: dict[str, int] = {}
-        self._whole: dict[str, int] = {}
+    def __init__(self, model: nn.Module, scorer: _Scorer) -> None:
+        assert scorer.seen.run is not None
+        self._scorer, self._side = scorer, scorer.side
+        self._sizes = [len(text.tokens) for text in scorer.seen.texts]
         left_out: dict[str, None] = {}
         self._groups: list[list[_ReadCall]] = []
-        for read in calls:
-            stated = streams.of_call(read.call)
-            if stated is None:
-                left_out[read.call.site.path] = None
+        for read in self._differentiated(model, scorer):
+            sides = scorer.seen.run.calls.get(Place(read.call.site, read.call.index))
+            if sides is None:
+                if any(gradient is not None for gradient in read.gradients):
+                    left_out[read.call.site.label] = None
                 continue
-            self._place(read, stated)
             # Calls with parts of the queries of one layer, such as windows, are one step of the row vector.
             if self._groups and all(read.is_other_part(each) for each in self._groups[-1]):
                 self._groups[-1].append(read)
             else:
                 self._groups.append([read])
         self.left_out = tuple(left_out)
-        for (later, earlier), link in streams.links.items():
-            size = self.sizes.setdefault(earlier, len(link))
-            if link.shape != (size,) or not bool(((link >= -1) & (link < self.sizes.get(later, 0))).all()):
-                expected = f"a token of {later!r}, or -1, for each of {size} tokens of {earlier!r}"
-                got = f"shape {tuple(link.shape)}, from {int(link.min())} to {int(link.max())}"
-                raise InputError("links", expected=expected, got=got)
-        for name in (streams.queries, streams.patches):
-            if name not in self.sizes:
-                raise InputError("streams", expected=f"attention calls of the stream {name!r}", got="none")
-        last = int(scorer.patches.tokens[-1])
-        if last >= self.sizes[streams.patches]:
-            size = self.sizes[streams.patches]
-            raise InputError("token_of", expected=f"indices of {size} tokens of the stream of patches", got=last)
+        if self.left_out:
+            names = ", ".join(self.left_out)
+            warnings.warn(f"no relevance passes through attention between unknown tokens: {names}", stacklevel=3)
+        reaching = self._reaching()
+        for number, prediction in enumerate(scorer.predictions):
+            active = [read for group in self._groups for read in group if read.gradients[number] is not None]
+            if not active:
+                raise InputError("score", expected="a score that depends on the output of heads", got="none does")
+            is_lost = any(self._side in self._depends[read.queries] and read.queries not in reaching for read in active)
+            if is_lost or not any(read.queries in reaching for read in active):
+                expected = f"attention that leads from {prediction.word!r} to the patches"
+                remedy = f"pass methods=[{OCCLUSION!r}]"
+                raise InputError("model", expected=expected, got="a path that is not known", remedy=remedy)
 
     def _differentiated(self, model: nn.Module, scorer: _Scorer) -> list[_ReadCall]:
-        """Run the model, and differentiate the score of each predicted token with respect to all head outputs. Return
-        the attention calls.
+        """Run the model, and differentiate the score of each prediction with respect to all head outputs. Return the
+        attention calls. Also store the links between texts.
         """
-        reader = self._reader
+        assert scorer.seen.run is not None
+        reader = _CallReader(model)
         grad = frozen_parameters(model), torch.inference_mode(False), torch.enable_grad()
         with grad[0], grad[1], grad[2], intercepted(model, reader):
-            output = call_model(model, scorer.inputs)
-            scores = [target.score_of(output) for target in self.targets]
+            output = call_by_names(model, scorer.inputs)
+            scores = [each.score(output) for each in scorer.predictions]
         reader.require_readable()
         calls, of_scores = list(reader.calls.values()), []
-        for number, score in enumerate(scores):
+        added = [each.added for each in calls]
+        for score in scores:
             if not score.requires_grad:
-                raise InputError(
-                    "score", expected="a score that depends on the output of heads", got="one that does not"
-                )
-            added, keep = [each.added for each in calls], number < len(scores) - 1
-            of_scores.append(torch.autograd.grad(score, added, retain_graph=keep, allow_unused=True))
+                raise InputError("score", expected="a score that depends on the output of heads", got="none does")
+            of_scores.append(torch.autograd.grad(score, added, retain_graph=True, allow_unused=True))
+        for read in calls:
+            sides = scorer.seen.run.calls.get(Place(read.call.site, read.call.index))
+            if sides is not None:
+                read.place(*sides)
+        with torch.enable_grad():
+            self._links, self._depends = _links(scorer.seen, calls)
         for read, *gradients in zip(calls, *of_scores, strict=True):
-            read.gradients, read.added = tuple(gradients), read.out
+            read.release(tuple(gradients))
             if any(each is not None and not bool(each.isfinite().all()) for each in gradients):
                 raise InputError("score", expected="finite gradients", got=f"NaN or infinity in {read.call.site.label}")
         if any(read.problem is None for read in calls):
             with intercepted(model, _WeightReader(model, reader.calls)):
-                call_model(model, scorer.inputs)
+                call_by_names(model, scorer.inputs)
             for read in calls:
                 if read.problem is None and (read.weights is None or read.values is None):
                     got = f"others in {read.call.site.label}"
                     raise InputError("model", expected="attention with known weights and values", got=got)
         return calls
 
-    def _place(self, read: _ReadCall, stated: CallStreams | tuple[str, str]) -> None:
-        """Store the streams of a call, and the token of its stream for each of its queries and keys."""
-        if not isinstance(stated, tuple) or len(stated) not in (2, 4):
-            raise InputError("streams", expected="CallStreams, a pair of names, or None", got=repr(stated))
-        streams, call = CallStreams(*stated), read.call
-        grid, device = call.grid, read.out.device
-        read.queries, read.keys = streams.queries, streams.keys
-        sides = (
-            ("queries", streams.queries, streams.query_tokens, grid.queries, call.real_queries, 0),
-            ("keys", streams.keys, streams.key_tokens, grid.keys, call.real_keys, call.appended_keys),
-        )
-        for side, name, tokens, length, is_real, appended in sides:
-            if tokens is None:
-                is_token = (
-                    torch.ones(grid.batch, length, dtype=torch.bool) if is_real is None else is_real.cpu().clone()
-                )
-                is_token[:, length - appended :] = False
-                placed = (is_token.flatten().cumsum(0) - 1).view_as(is_token).masked_fill(~is_token, -1)
-                size = int(is_token.sum())
-                if self._whole.setdefault(name, size) != size:
-                    expected = f"all {self._whole[name]} tokens of the stream {name!r} in every call without tokens"
-                    raise InputError("streams", expected=expected, got=f"{size} {side} in {call.site.label}")
-            elif not isinstance(tokens, Tensor) or tokens.shape != (grid.batch, length):
-                got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-                expected = f"tokens of shape {(grid.batch, length)} for the {side} of {call.site.label}"
-                raise InputError("streams", expected=expected, got=got)
-            else:
-                placed = tokens.cpu().long()
-            self.sizes[name] = max(self.sizes.get(name, 0), int(placed.max()) + 1)
-            if self.sizes[name] > self._whole.get(name, self.sizes[name]):
-                expected = f"indices of {self._whole[name]} tokens of the stream {name!r}"
-                raise InputError("streams", expected=expected, got=f"{self.sizes[name] - 1} in {call.site.label}")
-            if side == "queries":
-                read.query_tokens = placed.to(device)
-            else:
-                read.key_tokens = placed.to(device)
+    def _reaching(self) -> set[int]:
+        """Return the texts from which attention and links lead to the text that is occluded."""
+        edges = {(read.queries, read.keys) for group in self._groups for read in group} | set(self._links)
+        reaching = {self._side}
+        for _ in self._sizes:
+            reaching |= {later for later, earlier in edges if earlier in reaching}
+        return reaching
+
+    def _last_group(self, number: int) -> list[_ReadCall]:
+        """Return the last attention calls on which the score of a prediction depends, of a text from which attention
+        leads to the text that is occluded.
+        """
+        reaching = self._reaching()
+        for group in reversed(self._groups):
+            active = [read for read in group if read.gradients[number] is not None]
+            if any(read.queries in reaching for read in active):
+                return active
+        return []
 
     def passed(self, number: int, residual: float | None) -> Float[Tensor, " tokens"]:
-        """Pass the row vector of predicted token `number` through all attention calls on which its score depends, from
-        the last one to the first. Return its entries at the tokens of the stream of patches. With `residual` r, the
-        vector becomes r times itself plus 1 - r times its product with the mean weights. Without, its product with the
+        """Pass the row vector of a prediction through all attention calls on which its score depends, from the last one
+        to the first. Return its entries at the tokens of the text that is occluded. With `residual` r, the vector
+        becomes r times itself plus 1 - r times its product with the mean weights. Without, its product with the
         gradient-weighted matrix is added to it.
         """
-        rows, pending = self._start(number), dict(self.streams.links)
+        rows, pending = self._start(number), dict(self._links)
         for group in reversed(self._groups):
             active = [read for read in group if read.gradients[number] is not None]
             for read in active:
                 self._hand_over(read.queries, rows, pending)
             products = []
             for read in active:
-                product = read.product(
-                    _taken(rows[read.queries], read.query_tokens), number if residual is None else None
-                )
+                product = read.product(rows[read.queries][read.query_tokens], number if residual is None else None)
                 products.append(product * ((1 if residual is None else 1 - residual) / read.call.grid.heads))
-            for read in active:
-                rows[read.queries][read.query_tokens[read.query_tokens >= 0]] *= 1.0 if residual is None else residual
+            if residual is not None:
+                for read in active:
+                    rows[read.queries][read.query_tokens.flatten()] *= residual
             for read, product in zip(active, products, strict=True):
-                _add(rows[read.keys], read.key_tokens, product)
-        self._hand_over(self.streams.patches, rows, pending)
-        return rows[self.streams.patches].cpu().double()
+                read.add_to_keys(rows, product)
+        self._hand_over(self._side, rows, pending)
+        return rows[self._side].cpu().double()
 
-    def attention(self, number: int, heads: Collection[tuple[Any, int]] | None) -> Float[Tensor, " tokens"]:
-        """Return the attention weights of the query of predicted token `number`, averaged over heads: over all heads of
-        the last layer whose keys are in the stream of patches, or in one linked with it, or over chosen `heads`.
+    def attention(self, number: int, heads: Sequence[tuple[str, int]] | None) -> Float[Tensor, " tokens"]:
+        """Return the attention weights of the token from which a word is predicted, averaged over heads: over all heads
+        of the last layer from whose keys attention leads to the text that is occluded, or over chosen heads (module,
+        head).
         """
-        start, pending = self._start(number), dict(self.streams.links)
-        rows = {name: torch.zeros_like(row) for name, row in start.items()}
+        start, pending, reaching = self._start(number), dict(self._links), self._reaching()
+        rows = [torch.zeros_like(row) for row in start]
         calls = [
             (place, read)
             for place, group in enumerate(self._groups)
             for read in group
-            if read.queries == self.streams.queries and self._reaches(read.keys) and read.gradients[number] is not None
+            if bool(start[read.queries].any()) and read.keys in reaching and read.gradients[number] is not None
         ]
-        chosen: list[tuple[_ReadCall, list[int]]] = []
         if heads is None:
             last = max((place for place, _ in calls), default=None)
             chosen = [(read, list(range(read.call.grid.heads))) for place, read in calls if place == last]
         else:
-            by_site: dict[SiteKey, list[int]] = {}
-            labels = [(record.site, each["layer"], each["head"]) for record, each in self._reader.head_labels()]
-            for layer, head in heads:
-                sites = [site for site, *own in labels if own[1] == head and layer in (own[0], site.label)]
-                if not any(read.call.site in sites for _, read in calls):
-                    expected = (
-                        f"heads with queries in {self.streams.queries!r} whose keys reach {self.streams.patches!r}"
-                    )
-                    raise InputError("heads", expected=expected, got=(layer, head))
-                for site in sites:
-                    by_site.setdefault(site, []).append(head)
-            chosen = [(read, by_site[read.call.site]) for _, read in calls if read.call.site in by_site]
-        if not chosen:
-            expected = f"attention from {self.streams.queries!r} to tokens that reach {self.streams.patches!r}"
-            remedy = f"leave out the method {ATTENTION!r}"
-            raise InputError("streams", expected=expected, got="none", remedy=remedy)
+            for module, head in heads:
+                if not any(read.call.site.label == module for _, read in calls):
+                    expected = "heads with queries in the text of the word, whose keys lead to the patches"
+                    raise InputError("heads", expected=expected, got=f"head {head} of {module}")
+            chosen = [(read, [head for module, head in heads if read.call.site.label == module]) for _, read in calls]
         # Several calls of a site, such as windows, have the same heads.
         total = sum(len(of_site) for of_site in {read.call.site: of_site for read, of_site in chosen}.values())
         for read, of_call in chosen:
-            product = read.product(_taken(start[read.queries], read.query_tokens), heads=of_call)
-            _add(rows[read.keys], read.key_tokens, product / total)
-        self._hand_over(self.streams.patches, rows, pending)
-        return rows[self.streams.patches].cpu().double()
+            if of_call:
+                product = read.product(start[read.queries][read.query_tokens], heads=of_call)
+                read.add_to_keys(rows, product / total)
+        self._hand_over(self._side, rows, pending)
+        return rows[self._side].cpu().double()
 
-    def _start(self, number: int) -> dict[str, Float[Tensor, " tokens"]]:
-        """Return a row vector for each stream: zeros, with 1 at the query of predicted token `number`."""
-        target, read = self.targets[number], self._groups[-1][0]
-        dtype = torch.promote_types(read.out.dtype, torch.float32)
-        rows = {name: torch.zeros(size, dtype=dtype, device=read.out.device) for name, size in self.sizes.items()}
-        row, query = rows[self.streams.queries], target.query
-        if isinstance(query, Tensor):
-            if query.shape != row.shape or not bool(query.isfinite().all()):
-                expected = f"a finite weight for each of {len(row)} tokens"
-                raise InputError("query", expected=expected, got=f"shape {tuple(query.shape)}")
-            row += query.to(row)
-            return rows
-        query = (target.position or 0) if query is None else query
-        if not -len(row) <= query < len(row):
-            raise InputError("query", expected=f"one of {len(row)} tokens", got=query)
-        row[query] = 1.0
-        return rows
-
-    def _hand_over(self, name: str, rows: dict[str, Tensor], pending: dict[tuple[str, str], Tensor]) -> None:
-        """Add to the row vector of the stream `name` that of later streams whose tokens its tokens become. Each link is
-        used once.
+    def _start(self, number: int) -> list[Float[Tensor, " _"]]:
+        """Return a row vector for each text: zeros, with equal weights at the queries of the last attention call on
+        which the score of the prediction depends.
         """
-        for later, earlier in [pair for pair in pending if pair[1] == name]:
-            link = pending.pop((later, earlier)).to(rows[name].device)
+        group = self._last_group(number)
+        dtype = torch.promote_types(group[0].out.dtype, torch.float32)
+        rows = [torch.zeros(size, dtype=dtype, device=group[0].out.device) for size in self._sizes]
+        for read in group:
+            gradient = read.gradients[number]
+            assert gradient is not None
+            rows[read.queries][read.query_tokens[gradient.abs().amax((1, 3)) > 0]] = 1.0
+        total = sum(float(row.sum()) for row in rows)
+        return [row / total for row in rows]
+
+    def first_query(self, number: int) -> tuple[int, int]:
+        """Return the text and the first token from which a prediction is made."""
+        rows = self._start(number)
+        side = next(index for index, row in enumerate(rows) if bool(row.any()))
+        return side, int(rows[side].nonzero()[0, 0])
+
+    def _hand_over(self, side: int, rows: list[Tensor], pending: dict[tuple[int, int], Tensor]) -> None:
+        """Add to the row vector of a text those of later texts whose tokens its tokens become. Each link is used once;
+        the relevance of a token is divided equally among the tokens that become it.
+        """
+        for later, earlier in [pair for pair in pending if pair[1] == side]:
+            link = pending.pop((later, earlier)).to(rows[side].device)
             self._hand_over(later, rows, pending)
             is_linked = link >= 0
             shares = torch.bincount(link[is_linked], minlength=len(rows[later])).clamp(min=1)
-            rows[name][is_linked] += (rows[later] / shares)[link[is_linked]]
-
-    def _reaches(self, name: str) -> bool:
-        """Return True if the stream `name` is that of the patches, or links lead from it to that stream."""
-        reached, links = {name}, list(self.streams.links)
-        for _ in links:
-            reached |= {earlier for later, earlier in links if later in reached}
-        return self.streams.patches in reached
+            rows[side][is_linked] += (rows[later] / shares)[link[is_linked]]
 
 
-def _one_stream(calls: Sequence[_ReadCall]) -> TokenStreams:
-    """Return the only stream of a model: all calls of self-attention over as many tokens as the last call on which a
-    score depends. Raise `InputError` if there may be several streams.
+def _links(
+    seen: View, calls: Sequence[_ReadCall]
+) -> tuple[dict[tuple[int, int], Int[Tensor, " tokens"]], dict[int, set[int]]]:
+    """Return links, and for each text the earlier ones on whose head outputs its own depend by the graph of
+    differentiation. A link is, for a pair of texts (later, earlier), the token of the later text that each token of the
+    earlier one becomes without attention, such as in the projector between a vision tower and a language model; -1 for
+    none. It is the token that depends on the same elements of the inputs. There is a link where the later text depends
+    on the earlier one, but not by way of a third text or of cross-attention.
     """
-    active = [each.call for each in calls if any(gradient is not None for gradient in each.gradients)]
-    remedy = "pass streams=, which states the streams of queries and keys"
-    if not active:
-        raise InputError("score", expected="a score that depends on the output of heads", got="one that does not")
-    grid, last = active[-1].grid, active[-1]
-    for call in active:
-        if call.site.cross and call.grid.queries == grid.queries:
-            got = f"cross-attention in {call.site.label}"
-            raise InputError("model", expected="self-attention alone", got=got, remedy=remedy)
-    if grid.batch != 1 or grid.queries != grid.keys - last.appended_keys:
-        got = f"{grid.batch} x {grid.queries} queries and {grid.keys} keys in {last.site.label}"
-        raise InputError("model", expected="self-attention over one sequence in the last layer", got=got, remedy=remedy)
-
-    def of_call(call: Call) -> CallStreams | None:
-        sizes = call.grid.batch, call.grid.queries, call.grid.keys - call.appended_keys
-        return CallStreams(ONE_STREAM, ONE_STREAM) if sizes == (1, grid.queries, grid.queries) else None
-
-    # Layers of another part of the model may have as many tokens by chance.
-    names = {re.sub(r"\d+", "*", call.site.path) for call in active if of_call(call) is not None}
-    if len(names) > 1:
-        got = f"{grid.queries} tokens in {', '.join(sorted(names))}"
-        raise InputError("model", expected="modules of one name in all layers", got=got, remedy=remedy)
-    return TokenStreams(of_call, ONE_STREAM, ONE_STREAM)
-
-
-def _taken(row: Float[Tensor, " tokens"], index: Int[Tensor, "batch queries"]) -> Float[Tensor, "batch queries"]:
-    """Return the entries of a row vector at the tokens of queries; 0 at an index of -1."""
-    return row[index.clamp(min=0)].masked_fill(index < 0, 0.0)
+    assert seen.run is not None
+    added: dict[int, list[Tensor]] = {}
+    computed: dict[int, Tensor] = {}  # the last tensor that is computed from the tokens of a text
+    for read in calls:
+        if read.queries >= 0:
+            added.setdefault(read.queries, []).append(read.added)
+            computed[read.queries] = read.out
+            if read.problem is not None:
+                computed.setdefault(read.keys, read.problem.k)
+    depends: dict[int, set[int]] = {}
+    for later, tensor in computed.items():
+        depends[later] = set()
+        for earlier in added.keys() - {later} if tensor.requires_grad else ():
+            gradients = torch.autograd.grad(tensor.sum(), added[earlier], retain_graph=True, allow_unused=True)
+            if any(gradient is not None for gradient in gradients):
+                depends[later].add(earlier)
+    links = {}
+    for later, sources in depends.items():
+        attended = {read.keys for read in calls if read.queries == later} - {later}
+        between = attended.union(*(depends[each] for each in sources | attended))
+        for earlier in sources - between:
+            size = len(seen.texts[earlier].tokens)
+            link = _shared_tokens(seen.run.tokens_of[later], seen.run.tokens_of[earlier], size)
+            if bool((link >= 0).any()):
+                links[later, earlier] = link
+    return links, depends
 
 
-def _add(row: Float[Tensor, " tokens"], index: Int[Tensor, "batch keys"], values: Float[Tensor, "batch used"]) -> None:
-    """Add values of keys to a row vector at the keys' tokens, in place. Keys with an index of -1 are left out, and
-    `values` may lack keys at the end, which no query attends to.
+def _shared_tokens(later: Mapping[str, Tensor], earlier: Mapping[str, Tensor], size: int) -> Int[Tensor, " tokens"]:
+    """Return the token of a later text that depends on most of the elements on which each token of an earlier text of
+    `size` tokens depends; -1 for none.
     """
-    index = index[:, : values.shape[1]]
-    row.index_add_(0, index[index >= 0], values[index >= 0].to(row.dtype))
+    pairs = [
+        torch.stack([of_earlier[shared], of_later[shared]])
+        for name in later.keys() & earlier.keys()
+        for of_earlier in earlier[name]
+        for of_later in later[name]
+        if bool((shared := (of_earlier >= 0) & (of_later >= 0)).any())
+    ]
+    link = torch.full((size,), -1)
+    if pairs:
+        (tokens, targets), counts = torch.unique(torch.cat(pairs, 1), dim=1, return_counts=True)
+        order = counts.argsort(stable=True).tolist()
+        most = dict(zip(tokens[order].tolist(), targets[order].tolist(), strict=True))  # the last one of each token
+        link[list(most)] = torch.tensor(list(most.values()))
+    return link

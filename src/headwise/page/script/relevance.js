@@ -51,13 +51,10 @@ export function createRelevance(app) {
 
   return async (pin, querySide) => {
     const passage = app.passage();
-    const maps = page.passages[passage]?.maps ?? [];
-    const sides = page.passages[passage]?.sides ?? [];
-    const generated = sides.findLastIndex(side => side.generated !== null);
-    const side = generated < 0 ? sides.length - 1 : generated;
-    root.hidden = !maps.length || querySide !== side;
+    const maps = (page.passages[passage]?.maps ?? []).filter(map => map.targetSide === querySide);
+    root.hidden = !maps.length;
     if (root.hidden) return;
-    const units = page.units(passage, side, state.get("words"));
+    const units = page.units(passage, querySide, state.get("words"));
     const nameOf = unit => (units.special[unit] ? `at ${units.labels[unit]}` : `of ${quotedName(units, unit, 20)}`);
     const isOf = (map, unit) => units.of[map.target] === unit;
     const chosen = pin ? maps.filter(map => isOf(map, pin.unit)) : [];
@@ -81,7 +78,7 @@ export function createRelevance(app) {
     const all = await page.maps(passage);
     if (key !== shown) return;
     title.append(` for the prediction ${nameOf(pin.unit)}`);
-    const selected = all.filter((_, place) => chosen.includes(maps[place]));
+    const selected = all.filter((_, place) => chosen.includes(page.passages[passage].maps[place]));
     const curves = CURVES.filter(({name}) => selected.some(map => map.curves[name]));
     root.replaceChildren(
       title,
