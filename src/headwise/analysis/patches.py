@@ -185,7 +185,10 @@ def _spacing(places: Float[Tensor, " elements"], picture: Int[Tensor, " elements
     """Return the usual distance between the places of neighbouring elements, along one axis of the pictures."""
     steps = places.diff().abs()[(picture[1:] == picture[:-1]) & (picture[1:] >= 0)]
     steps = steps[steps > 1e-6]
-    return float(steps.median()) if len(steps) else 0.0
+    if len(steps):
+        return float(steps.median())
+    inside = places[picture >= 0]
+    return float(len(inside) > 0 and bool((inside == inside[0]).all()))  # a single place fills the axis
 
 
 def _shown_pictures(boxes: Sequence[tuple[int, int, Patch]]) -> tuple[dict[tuple[int, int], int], list[ShownPicture]]:
@@ -220,11 +223,13 @@ def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> float:
     return max(sides[0], 0.0) * max(sides[1], 0.0) / max(min(areas), 1e-12)
 
 
-def displayed_pictures(pictures: Sequence[Any], shown: Sequence[ShownPicture]) -> tuple[Picture, ...]:
-    """Return pictures for display on a page: each is an image file in base64, not wider or higher than 768 pixels."""
+def displayed_pictures(pictures: Sequence[Any], shown: Sequence[ShownPicture], kind: str) -> tuple[Picture, ...]:
+    """Return pictures for display on a page: each is an image file in base64, not wider or higher than 768 pixels. Their
+    names begin with `kind`.
+    """
     displayed = []
     for number, parts in shown:
-        name = "picture" if len(pictures) == 1 else f"picture {number + 1}"
+        name = kind if len(pictures) == 1 else f"{kind} {number + 1}"
         if sum(other == number for other, _ in shown) > 1:
             name += ", whole" if parts == 1 else f", in {parts} parts"
         picture = pictures[number].convert("RGB")
