@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.token_sources import CallTokens, Place
+from headwise.analysis.token_sources import IDS, CallTokens, Place
 from headwise.analysis.view_pictures import picture_prompt, viewed_texts, with_generated
 from headwise.analysis.view_result import View, ViewedText, ViewSet
 from headwise.analysis.view_sounds import series_prompt, sound_prompt
@@ -39,7 +39,7 @@ from headwise.runs.fingerprint import identity_of
 from headwise.shapes import Float, Int
 
 MEDIA = {"images": "images", "audio": "sounds", "series": "series"}
-"""What the arguments of `view` by which a model reads more than a text are called in messages."""
+"""Names in messages of the arguments of `view` by which a model reads something else than a text."""
 
 KEPT_TOKENS = 256
 """Number of tokens up to which `view` keeps all weights between tokens by default."""
@@ -95,22 +95,23 @@ def view(
     keep_all: int = KEPT_TOKENS,
     progress: bool = False,
 ) -> View | ViewSet:
-    """Run a model on one text, on pictures, a sound or a time series, or on a prompt with text and pictures or sound,
-    and return the attention of each head: its statistics, its role (a name for what it attends to), and the strongest links (largest attention weights) between
-    words. For a list of texts, return a `ViewSet` with one such view per text.
+    """Run a model on one text, on pictures, on a prompt with both, on a sound or on a time series, and return the
+    attention of each head: its statistics, its role (a name for what it attends to), and the strongest links (largest
+    attention weights) between words. For a list of texts, return a `ViewSet` with one such view per text.
 
-    The part of a picture, sound or series that each token stands for is derived. With the outputs of all heads set to zero, each token
-    depends only on the pixels of its own patch. A token that stands for no part of a picture and for no word, such as a
-    class token, is a special token. A sound is shown as its spectrogram, and a series as curves. Their patches are
-    strips of time, whose words are their centres, such as "0.52 s" or "step 12". The padding behind a sound is shown as
-    special tokens.
+    The part of a picture, sound or series that each token stands for is derived. With the outputs of all heads set to
+    zero, each token depends only on the pixels of its own patch. A token that stands for no part of a picture and for
+    no word, such as a class token, is a special token. A sound is shown as its spectrogram, and a series as curves.
+    Their patches are strips of time, whose words are their centres, such as "0.52 s" or "step 12". The padding after
+    a sound is shown as special tokens.
 
     Args:
         model: any model that `watch` can intercept, in evaluation mode: of `transformers`, or a module that takes token
             ids `(1, tokens)` or pixels `(1, channels, height, width)`. Of an encoder-decoder that reads text, the
             encoder is viewed unless there is a target or generated text.
-        processor: its tokenizer or, with pictures or a sound, its processor, of `transformers`. Options of the processor are bound
-            by `functools.partial(processor, max_patches=512)`. None if `images` is a tensor.
+        processor: its tokenizer or, with pictures or a sound, its processor, of `transformers`. Options of the
+            processor are bound by `functools.partial(processor, max_patches=512)`. None if `images` is a tensor, and
+            with a series.
         text: one text, which is not split, or a list of texts. None for a model that reads pictures alone. With
             pictures, a text without the model's token for a picture, such as `<image>`, becomes the message of a user
             by the processor's chat template.
@@ -127,13 +128,14 @@ def view(
         title: name of the model, for display; by default that of its hub id, folder or class.
         truncate: cut off a text that is longer than the model's limit, instead of refusing it.
         keep_all: number of tokens up to which all attention weights between tokens are kept in memory; of a longer
-            text, the 32 largest weights of each token are kept. Cross-attention is kept up to the same number of weights.
+            text, the 32 largest weights of each token are kept. All weights of cross-attention are also kept if they
+            are not more than those of a text of `keep_all` tokens.
         progress: show a progress bar on standard error, on a terminal, while the model runs.
 
     Raises:
         InputError: the text is empty or too long; a picture or sound cannot be read; a sound has another rate; no token
-            stands for a part of a picture, sound or series; no self-attention over the tokens was intercepted; the output of a head is not the product of its weights and
-            values; the model cannot generate text.
+            stands for a part of a picture, sound or series; no self-attention over the tokens was intercepted; the
+            output of a head is not the product of its weights and values; the model cannot generate text.
         MissingExtra: Pillow, which reads and draws pictures, is not installed.
 
     Warns:
@@ -226,10 +228,15 @@ def _view_media(
         start = getattr(model.config, "decoder_start_token_id", None)
         if start is not None:
             inputs = {**inputs, "decoder_input_ids": torch.tensor([[start]], device=device_of(model))}
+    if tokenizer is None and any(name.endswith(IDS) for name in inputs):
+        got = type(getattr(processor, "func", processor)).__name__
+        raise InputError("processor", expected="one with a tokenizer, for the words that the model writes", got=got)
     texts, calls = viewed_texts(model, prompt, inputs, tokenizer, 0 if logits is None else len(logits))
     seen = view_of(model, texts, inputs, logits=logits, calls=calls, **shown)
     # Whisper numbers the layers of its decoder, each of which has one module with attention on the sound.
-    cross = [head for head in seen.heads if head.kind == "cross" and seen.texts[head.attention.keys].seconds is not None]
+    cross = [
+        head for head in seen.heads if head.kind == "cross" and seen.texts[head.attention.keys].seconds is not None
+    ]
     layers = list(dict.fromkeys(head.layer for head in cross))
     named = getattr(getattr(model, "generation_config", None), "alignment_heads", None) or ()
     followed = tuple((layers[layer], head) for layer, head in named if layer < len(layers))

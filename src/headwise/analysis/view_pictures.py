@@ -221,8 +221,8 @@ def _text_of(
     generated: int,
 ) -> ViewedText:
     """Return a sequence of tokens as a text: token ids as words of the text, and patches as words named by row and
-    column, such as "(1, 2)", or by time. Tokens that are neither are special tokens. `generated` is the number of tokens at the end
-    that the model has generated.
+    column, such as "(1, 2)", or by time. Tokens that are neither are special tokens. `generated` is the number of
+    tokens at the end that the model has generated.
     """
     shown, patches = patches_of(stream, prompt.places)
     position_of = torch.full((stream.size,), -1)

@@ -385,7 +385,8 @@ class View:
         heads: views of the heads, by layer and head.
         head_count: number of heads of the model that were viewed, also of those that `select` left out.
         identity: identity of the model; None if it is unknown.
-        alignment_heads: heads that follow a sound, by its generation config, as `(layer, head)`; empty if it names none.
+        alignment_heads: heads that follow a sound, by its generation config, as `(layer, head)`; empty if it names
+            none.
     """
 
     title: str
@@ -530,12 +531,13 @@ class View:
         return ViewSet((self,)).find(focus, kind=kind, queries=queries, name=name)
 
     def word_times(self, heads: Collection[Any] | None = None) -> Any:
-        """Return the times in a sound at which words look, as a pandas DataFrame with a row per word and head. The words
-        are those that the model generated or, if it generated none, all words of the text that attends to the sound.
+        """Return the times in a sound to which words attend, as a pandas DataFrame with a row per word and head. The
+        words are those that the model generated or, if it generated none, all words of the text that attends to the
+        sound.
 
-        These are the times to which a head attends, not those at which a word is spoken: a head may attend to the words
-        before, to silence or to the end. Heads that follow the sound are known for Whisper models: their generation
-        config names them as `alignment_heads`.
+        A time states where a head looks, not when the word is spoken: a head may attend to the words before, to silence
+        or to the end of the sound. Heads that follow the sound are known for Whisper models: their generation config
+        names them as `alignment_heads`.
 
         Each row has the `word`, its `index` among the words of its text, the head (layer, head, module and kind), and
         the `lower_quartile`, `median` and `upper_quartile` in seconds. They are quantiles of the attention on the

@@ -15,7 +15,7 @@ from headwise.analysis.patches import ElementPlaces
 from headwise.analysis.view_pictures import PicturePrompt, model_inputs
 from headwise.data.batches import device_of
 from headwise.errors import InputError, errors_of, require
-from headwise.shapes import Float, Int
+from headwise.shapes import Float
 
 CUTS = 16
 """Number of parts of a sound between which it is changed, to see where each part is in a processor's output."""
@@ -31,8 +31,8 @@ SERIES = "past_values"
 
 
 class _TimeAxis(NamedTuple):
-    """Axes of a processor's output: the axis of time, that of the frequencies (None for samples), and, for each index
-    along time, its place in the sound, as a fraction of the sound's length. The places before the sound are negative,
+    """Axes of a processor's output: the axis of time, that of the frequencies (None for samples), and for each index
+    along time its place in the sound, as a fraction of the sound's length. The places before the sound are negative,
     and those of the padding after it are larger than 1.
     """
 
@@ -78,18 +78,17 @@ def sound_prompt(model: nn.Module, processor: Any, text: str | None, audio: Any)
     if not axes:
         got = f"a sound of {len(samples):,} samples ({len(samples) / rate:.2f} s)"
         raise InputError("audio", expected="a sound whose parts are in the output of the processor", got=got)
-    device = device_of(model)
-    name, axis = next(iter(axes.items()))
-    values = inputs[name].detach().float().movedim(axis.time, -1)
-    if axis.bands is None:
-        picture = _drawn_curves(values.reshape(-1, values.shape[-1])[0, axis.places.clamp(0, 1) == axis.places][:, None])
-    else:
-        bands = inputs[name].shape[axis.bands]
-        values = inputs[name].detach().float().movedim((axis.bands, axis.time), (-2, -1))
-        picture = _drawn_spectrogram(values.reshape(-1, bands, values.shape[-1])[0], axis.places)
-    places = {name: _element_places(inputs[name].shape, each) for name, each in axes.items()}
-    inputs = {name: value.to(device) for name, value in inputs.items()}
-    return PicturePrompt(inputs, places, (picture,), "sound", len(samples) / rate)
+    places, pictures = {}, []
+    for name, axis in axes.items():
+        if axis.bands is None:
+            # The first layers of such models normalise over the whole sound, or add a convolution over seconds of it.
+            got = f"{type(model).__name__}, which reads samples ({name})"
+            raise InputError("model", expected="a model that reads a spectrogram", got=got)
+        places[name] = _element_places(inputs[name].shape, axis.time, axis.bands, axis.places)
+        values = inputs[name].float().movedim((axis.bands, axis.time), (-2, -1)).flatten(0, -3)[0]
+        pictures.append(_drawn_spectrogram(values, axis.places))
+    inputs = {name: value.to(device_of(model)) for name, value in inputs.items()}
+    return PicturePrompt(inputs, places, (pictures[0],), "sound", len(samples) / rate)
 
 
 def series_prompt(model: nn.Module, processor: Any, text: str | None, series: Any) -> PicturePrompt:
@@ -130,6 +129,8 @@ def series_prompt(model: nn.Module, processor: Any, text: str | None, series: An
         raise InputError("model", expected=f"a model that reads {name} alone", got=got)
     if values.ndim == 1 and hasattr(getattr(model, "config", None), "num_input_channels"):
         values = values[:, None]
+    if bool((values == values[0]).all()):
+        raise InputError("series", expected="values that change over time", got="a constant series")
     columns = values.view(len(values), -1)
     time, channels = columns.shape
     x, y = ((torch.arange(size, dtype=torch.float64) + 0.5) / size for size in (time, channels))
@@ -182,8 +183,8 @@ def _time_axes(process: Callable[[Tensor], Mapping[str, Tensor]], length: int) -
     """Return where the output of a processor lies in a sound of `length` samples, by the output's name.
 
     The processor reads one noise up to a sample, and another noise from there on. A frame of its output is before this
-    sample if it is closer to that of the first noise than to that of the second one. The numbers of frames before
-    several samples lie on a line, since frames have a constant distance.
+    sample if it is equal to that of the first noise, and after it if it is equal to that of the second one. The numbers
+    of frames before several samples lie on a line, since frames have a constant distance.
 
     Raises:
         InputError: the processor drops the end of the sound.
@@ -211,14 +212,14 @@ def _time_axes(process: Callable[[Tensor], Mapping[str, Tensor]], length: int) -
         contrasts: dict[int, float] = {}
         for axis in range(1, value.ndim):
             from_first, from_second = profiles(mixed[CUTS // 2 - 1], axis)
-            total = float((from_first + from_second).sum())
-            contrasts[axis] = float((from_first - from_second).abs().sum()) / total if total else 0.0
+            ratios = (from_first - from_second) / (from_first + from_second).clamp(min=1e-300)
+            contrasts[axis] = float(ratios.max() - ratios.min())  # 2 along time
         time = max(contrasts, key=contrasts.__getitem__, default=0)
-        if contrasts.get(time, 0.0) < 0.5 or value.shape[time] < 4:
+        if contrasts.get(time, 0.0) < 1.5 or value.shape[time] < 4:
             continue
         changed = profiles(second, time)[0]
-        # Frames of noise differ from their neighbours. The frames of padding are equal, although their values may depend
-        # on the loudest frame of the sound.
+        # Frames of noise differ from their neighbours. The frames of padding are equal, although their values may
+        # depend on the loudest frame of the sound.
         frame_rows = value.movedim(time, 0).flatten(1)
         is_step = (frame_rows.diff(dim=0).abs().amax(1) > 1e-6 * frame_rows.abs().max()).tolist()
         is_sound = torch.tensor([True, *is_step]) & torch.tensor([*is_step, True])
@@ -228,7 +229,9 @@ def _time_axes(process: Callable[[Tensor], Mapping[str, Tensor]], length: int) -
             continue
         start = int(is_sound.nonzero()[0])
         before = [profiles(outputs, time) for outputs in mixed]
-        frames = torch.tensor([start + int((is_sound & (one < other)).sum()) for one, other in before]).double()
+        # A frame over the sample belongs to both sides, by the distances.
+        shares = [(other / (one + other).clamp(min=1e-300))[is_sound].sum() for one, other in before]
+        frames = start + torch.stack(shares)
         steps = frames - frames.mean()
         if not bool((steps != 0).any()):
             continue
@@ -250,21 +253,18 @@ def _on_sound(places: Float[Tensor, " frames"], distance: float) -> Float[Tensor
     return torch.where(is_near, places.clamp(0, 1), places)
 
 
-def _element_places(shape: torch.Size, axis: _TimeAxis) -> ElementPlaces:
+def _element_places(shape: torch.Size, time: int, bands: int, frames: Float[Tensor, " frames"]) -> ElementPlaces:
     """Return the places in the spectrogram of the elements of a processor's output: time from left to right, and
-    frequencies from the bottom to the top.
+    frequencies from the bottom to the top. `time` and `bands` are its axes, and `frames` the places along time.
     """
+    y = 1 - (torch.arange(shape[bands], dtype=torch.float64) + 0.5) / shape[bands]
 
     def spread(values: Tensor, along: int) -> Tensor:
         return values.view([-1 if other == along else 1 for other in range(len(shape))]).expand(shape).flatten()
 
-    x = spread(axis.places, axis.time)
-    y = torch.full_like(x, 0.5)
-    if axis.bands is not None:
-        bands = shape[axis.bands]
-        y = spread(1 - (torch.arange(bands, dtype=torch.float64) + 0.5) / bands, axis.bands)
-    picture: Int[Tensor, " elements"] = torch.where((x >= 0) & (x <= 1), 0, -1)
-    return ElementPlaces(picture, x.clone(), y.clone(), torch.zeros_like(picture))
+    x = spread(frames, time)
+    picture = torch.where((x >= 0) & (x <= 1), 0, -1)
+    return ElementPlaces(picture, x, spread(y, bands), torch.zeros_like(picture))
 
 
 def _drawn_spectrogram(values: Float[Tensor, "bands frames"], places: Float[Tensor, " frames"]) -> Any:
@@ -294,14 +294,6 @@ def _drawn_curves(values: Float[Tensor, "time channels"]) -> Any:
             draw.line([(0, top), (WIDTH, top)], fill=(210, 210, 210))
         heights = (curve - curve.min()) / (curve.max() - curve.min()).clamp(min=1e-12)
         y = top + CURVE_HEIGHT * (0.95 - 0.9 * heights)
-        if time > 4 * WIDTH:  # the smallest and the largest value of each column of pixels
-            column = torch.arange(time) * WIDTH // time
-            for reduce in ("amin", "amax"):
-                edge = torch.zeros(WIDTH, dtype=y.dtype).scatter_reduce_(0, column, y, reduce, include_self=False)
-                y_of = edge if reduce == "amin" else torch.stack([y_of, edge], 1)
-            for x, (high, low) in enumerate(y_of.tolist()):
-                draw.line([(x, high), (x, low)], fill=(40, 40, 40))
-            continue
         x = (torch.arange(time) + 0.5) * WIDTH / time
         draw.line(list(zip(x.tolist(), y.tolist(), strict=True)), fill=(40, 40, 40), width=2)
     return picture

@@ -1,4 +1,4 @@
-"""Times in a sound at which words look: quantiles of attention on strips of time."""
+"""Times in a sound to which words attend: quantiles of attention on strips of time."""
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,7 @@ def word_time_rows(view: "View", heads: Collection[Any] | None) -> list[dict[str
     reading = [
         head
         for head in view.heads
-        if view.texts[head.attention.keys].seconds is not None
-        and view.texts[head.attention.queries].ids is not None
+        if view.texts[head.attention.keys].seconds is not None and view.texts[head.attention.queries].ids is not None
     ]
     if not reading:
         raise InputError("view", expected="one of words with attention on a sound", got="none")
