@@ -38,9 +38,6 @@ from headwise.progress import progress_bar
 from headwise.runs.fingerprint import identity_of
 from headwise.shapes import Float, Int
 
-MEDIA = {"images": "images", "audio": "sounds", "series": "series"}
-"""Names in messages of the arguments of `view` by which a model reads something else than a text."""
-
 KEPT_TOKENS = 256
 """Number of tokens up to which `view` keeps all weights between tokens by default."""
 
@@ -168,7 +165,8 @@ def view(
         """Return the attention of each head on one text, with its pictures or its sound."""
         if medium is not None:
             if truncate:
-                raise InputError("truncate", expected=f"False with {MEDIA[named[0]]}", got=True)
+                what = "pictures" if images is not None else named[0]
+                raise InputError("truncate", expected=f"False with {what}", got=True)
             return _view_media(model, processor, text, named[0], medium, target, generate, shown)
         tokenizer = getattr(processor, "tokenizer", processor)
         reader = text_model(model) if hasattr(model, "config") or not isinstance(model, nn.Module) else model
@@ -196,7 +194,8 @@ def view(
     for argument, given in ((named[0] if named else "images", media[named[0]] if named else None), ("target", target)):
         of_texts[argument] = [None] * len(text) if given is None else given
         if isinstance(given, str) or len(of_texts[argument]) != len(text):
-            expected = f"a list of {len(text)} {MEDIA.get(argument, 'texts')}, one per text"
+            things = {"target": "texts", "audio": "sounds"}.get(argument, argument)
+            expected = f"a list of {len(text)} {things}, one per text"
             raise InputError(argument, expected=expected, got=repr(given))
     return ViewSet(tuple(view_one(*each) for each in zip(text, *of_texts.values(), strict=True)))
 

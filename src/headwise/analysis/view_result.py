@@ -533,7 +533,8 @@ class View:
     def word_times(self, heads: Collection[Any] | None = None) -> Any:
         """Return the times in a sound to which words attend, as a pandas DataFrame with a row per word and head. The
         words are those that the model generated or, if it generated none, all words of the text that attends to the
-        sound.
+        sound. A word is output by the position before each of its tokens, so that the attention of these positions
+        counts.
 
         A time states where a head looks, not when the word is spoken: a head may attend to the words before, to silence
         or to the end of the sound. Heads that follow the sound are known for Whisper models: their generation config
@@ -543,7 +544,7 @@ class View:
         the `lower_quartile`, `median` and `upper_quartile` in seconds. They are quantiles of the attention on the
         strips of the sound: the first centre of a strip up to which at least 25, 50 or 75 % of it lie. Attention on
         padding and on special tokens does not count. Its share is the column `elsewhere`: where it is large, the times
-        say little. Weights from the tokens of a word are averaged.
+        say little. Weights of several positions are averaged.
 
         Args:
             heads: heads as `(layer, head)` or "3.5"; by default the `alignment_heads` of the model or, if it names

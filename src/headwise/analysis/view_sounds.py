@@ -70,6 +70,9 @@ def sound_prompt(model: nn.Module, processor: Any, text: str | None, audio: Any)
 
     with errors_of("audio", expected="a sound and a text that the processor reads"):
         inputs = process(samples)
+        if not inputs:
+            expected = f"a model that reads the output of {type(reader).__name__}"
+            raise InputError("model", expected=expected, got=type(model).__name__)
         axes = _time_axes(process, len(samples))
     if text is not None and not any(name.endswith("input_ids") for name in inputs):
         expected = "None with a processor that reads sound alone"

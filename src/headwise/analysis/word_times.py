@@ -1,7 +1,8 @@
 """Times in a sound to which words attend: quantiles of attention on strips of time."""
 
+import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +12,12 @@ from headwise.errors import InputError
 from headwise.page.contents import AllWeights
 from headwise.shapes import Float
 
-if TYPE_CHECKING:
-    from headwise.analysis.view_result import View
-
 QUANTILES = {"lower_quartile": 0.25, "median": 0.5, "upper_quartile": 0.75}
 """Shares of the attention on the sound that lie before the times of a row, by the name of the column."""
 
 
-def word_time_rows(view: "View", heads: Collection[Any] | None) -> list[dict[str, Any]]:
-    """Return the rows of `View.word_times`."""
+def word_time_rows(view: Any, heads: Collection[Any] | None) -> list[dict[str, Any]]:
+    """Return the rows of `View.word_times` of a `View`."""
     reading = [
         head
         for head in view.heads
@@ -27,7 +25,11 @@ def word_time_rows(view: "View", heads: Collection[Any] | None) -> list[dict[str
     ]
     if not reading:
         raise InputError("view", expected="one of words with attention on a sound", got="none")
-    wanted = view.alignment_heads if heads is None else [named_head(head) for head in heads]
+    if heads is None:
+        present = {(head.layer, head.head) for head in reading}
+        wanted: list[Any] = [pair for pair in view.alignment_heads if pair in present]
+    else:
+        wanted = [named_head(head) for head in heads]
     chosen = [head for head in reading if not wanted or (head.layer, head.head) in wanted]
     missing = [each for each in wanted if each not in [(head.layer, head.head) for head in chosen]]
     if heads is not None and (missing or not wanted):
@@ -38,7 +40,7 @@ def word_time_rows(view: "View", heads: Collection[Any] | None) -> list[dict[str
     for head in chosen:
         queries, keys = view.texts[head.attention.queries], view.texts[head.attention.keys]
         if not isinstance(head.attention.weights, AllWeights):
-            size = max(len(queries.tokens), len(keys.tokens))
+            size = math.ceil(math.sqrt(len(queries.tokens) * len(keys.tokens)))
             remedy = f"pass keep_all={size} to view, which then keeps all weights in memory"
             got = f"{len(queries.tokens)} x {len(keys.tokens)} tokens"
             raise InputError("view", expected="a view whose weights were all kept", got=got, remedy=remedy)
@@ -52,9 +54,9 @@ def word_time_rows(view: "View", heads: Collection[Any] | None) -> list[dict[str
         is_patch = [patch is not None for patch in queries.patches] or [False] * len(queries.tokens)
         for index, word in enumerate(queries.words):
             tokens = (queries.word_of == index).nonzero()[:, 0].tolist()
-            if word.special or any(token < first or is_patch[token] for token in tokens):
+            if word.special or any(token < max(first, 1) or is_patch[token] for token in tokens):
                 continue
-            on_tokens = weights[tokens].mean(0)
+            on_tokens = weights[[token - 1 for token in tokens]].mean(0)
             on_strips = on_tokens[strips][order]
             total = float(on_strips.sum())
             shares = {name: _quantile(times, on_strips, share) for name, share in QUANTILES.items()}
