@@ -24,7 +24,7 @@ WINDOW = 200
 
 @pytest.fixture(scope="module")
 def whisper():
-    """Return the tiny Whisper model with its processor. Its heads follow the sound in no way."""
+    """Return the tiny Whisper model with its processor, and two heads that its generation config names."""
     case = multimodal.case("Whisper")
     case.model.generation_config.alignment_heads = [[0, 1], [1, 4]]
     return case
@@ -57,10 +57,10 @@ def tokens_at(model, path, inputs):
     return received[0]
 
 
-def changed_tokens(model, path, before, after):
-    """Return True for each token that differs between two inputs by more than small changes of the loudness."""
+def changed_tokens(model, path, before, after, least):
+    """Return True for each token that differs between two inputs, by `least` of the largest feature."""
     before, after = (tokens_at(model, path, inputs) for inputs in (before, after))
-    return ((after - before).abs().amax(-1) > 0.01 * before.abs().max()).tolist()
+    return ((after - before).abs().amax(-1) > least * before.abs().max()).tolist()
 
 
 @pytest.mark.parametrize("length", [9000, 12347, 16000])
@@ -74,26 +74,28 @@ def test_each_token_stands_for_the_strip_of_a_sound_whose_change_it_shows(length
     for start in np.random.default_rng(length).integers(0, length - 300, 12).tolist():
         changed = sound.copy()
         changed[start : start + 300] *= -0.3
-        has_changed = changed_tokens(
-            model, "model.encoder.layers.1.self_attn", dict(case.inputs(sound)), dict(case.inputs(changed))
-        )
+        inputs = [dict(case.inputs(each)) for each in (sound, changed)]
+        # A small change of the loudest frame changes the padding a little.
+        has_changed = changed_tokens(model, "model.encoder.layers.1.self_attn", *inputs, 0.01)
         assert len(has_changed) == len(text.tokens) == 50
         for token, patch in enumerate(text.patches):
             if patch is None:
-                assert not has_changed[token] and text.words[token].text == "padding" and text.words[token].special
+                assert not has_changed[token]
+                assert text.words[token].text == "padding"
+                assert text.words[token].special
                 continue
             left, right = patch.left * length, (patch.left + patch.width) * length
             assert has_changed[token] or not left <= start + 150 <= right
-            assert left - WINDOW <= start + 300 and start <= right + WINDOW or not has_changed[token]
+            assert (left - WINDOW <= start + 300 and start <= right + WINDOW) or not has_changed[token]
             checked += has_changed[token]
     assert checked > 40
     # Token i reads the frames from 2 i - 2 to 2 i + 2, whose centres are 160 samples apart.
     is_sound = [patch is not None for patch in text.patches]
     assert is_sound == [320 * token - 320 <= length for token in range(50)]
-    for token in range(1, length // 320 - 1):
+    for token in range(2, length // 320 - 1):
         patch = text.patches[token]
         assert (patch.left + patch.width / 2) * length == pytest.approx(320 * token, abs=16)
-        assert token == 1 or patch.width * length == pytest.approx(800, rel=0.02)
+        assert patch.width * length == pytest.approx(800, rel=0.02)
         assert float(text.words[token].text.removesuffix(" s")) == pytest.approx(0.02 * token, abs=0.011)
 
 
@@ -114,9 +116,8 @@ def test_each_token_stands_for_the_strip_of_a_series_whose_change_it_shows(lengt
             changed = series.clone()
             # The same values in another order have the same mean and standard deviation.
             changed[start : start + 3, channel] = series[start : start + 3, channel].flip(0)
-            has_changed = changed_tokens(
-                model, "encoder.layers.1.self_attn", {"past_values": series[None]}, {"past_values": changed[None]}
-            )
+            inputs = [{"past_values": each[None]} for each in (series, changed)]
+            has_changed = changed_tokens(model, "encoder.layers.1.self_attn", *inputs, 1e-4)
             for token, box in enumerate(text.patches):
                 steps = range(round(box.left * length), round((box.left + box.width) * length))
                 is_inside = round(box.top * 3) == channel and (start in steps or start + 2 in steps)
@@ -124,7 +125,8 @@ def test_each_token_stands_for_the_strip_of_a_series_whose_change_it_shows(lengt
                 is_large = abs(series[start, channel] - series[start + 2, channel]) > 0.5
                 assert has_changed[token] or not (is_inside and is_large)
                 checked += has_changed[token]
-                assert len(steps) == patch and box.height == pytest.approx(1 / 3)
+                assert len(steps) == patch
+                assert box.height == pytest.approx(1 / 3)
                 assert text.words[token].text == f"channel {round(box.top * 3)}, step {steps[0] + (patch - 1) / 2:g}"
     assert checked > 50
 
@@ -164,17 +166,19 @@ def test_a_curve_is_drawn_for_each_channel():
     shown = picture_of(hw.view(case.model, series=series))
     heights = [band.argmin(0) / len(band) for band in np.split(shown, 3)]
     columns = shown.shape[1]
-    assert heights[0][columns // 10] > 0.8 and heights[0][9 * columns // 10] < 0.2
-    assert heights[1][columns // 10] < 0.2 and heights[1][9 * columns // 10] > 0.8
+    early, late = ([band[place * columns // 10] for band in heights[:2]] for place in (1, 9))
+    assert min(early[0], late[1]) > 0.8
+    assert max(early[1], late[0]) < 0.2
 
 
 def test_generated_words_attend_to_strips_of_the_sound(whisper, seen):
     sound, decoder = seen.texts
     assert [text.seconds for text in seen.texts] == [9000 / RATE, None]
-    assert decoder.first_generated == 1 and len(decoder.words) == 4
+    assert decoder.first_generated == 1
+    assert len(decoder.words) == 4
     inputs = whisper.processor(whisper.picture((9000,)), sampling_rate=RATE, return_tensors="pt")
     expected = whisper.model.generate(**inputs, max_new_tokens=3, do_sample=False)
-    assert torch.equal(decoder.ids, expected)
+    assert torch.equal(decoder.ids[:, 1:], expected)
     whisper.model.set_attn_implementation("eager")
     with torch.no_grad():
         output = whisper.model(**inputs, decoder_input_ids=decoder.ids, output_attentions=True)
@@ -195,7 +199,8 @@ def test_generated_words_attend_to_strips_of_the_sound(whisper, seen):
         shares = (weights[strips] / weights[strips].sum()).cumsum(0).tolist()
         for time, share in ((row.lower_quartile, 0.25), (row.median, 0.5), (row.upper_quartile, 0.75)):
             first = next(strip for strip, sum_before in zip(strips, shares, strict=True) if sum_before > share - 1e-6)
-            assert time == pytest.approx(0.02 * first, abs=0.011)
+            sides = (0.02 * first - 0.025, 0.02 * first + 0.025)  # cut off at the ends of the sound
+            assert time == pytest.approx(np.clip(sides, 0, 9000 / RATE).mean(), abs=0.003)
 
 
 def test_the_times_of_words_are_those_of_the_alignment_heads(whisper, seen):
@@ -216,7 +221,7 @@ def test_the_times_of_words_are_those_of_the_alignment_heads(whisper, seen):
 
 def test_cross_attention_of_few_words_is_kept(whisper):
     view = hw.view(whisper.model, whisper.processor, audio=whisper.picture((9000,)), target="w5 w6", keep_all=13)
-    assert set(view.word_times()["word"]) == {"w5"} or set(view.word_times()["word"]) == {"w5", "w6"}
+    assert "w5" in view.word_times()["word"].tolist()
 
 
 def test_a_view_without_words_has_no_times():
@@ -306,10 +311,12 @@ def test_models_that_read_no_sound_are_refused(whisper):
     sound, case = multimodal.sound(9000), multimodal.case("ViT")
     with pytest.raises(hw.InputError, match="^processor: expected a processor or feature extractor of .* that reads s"):
         hw.view(case.model, case.processor, audio=sound)
-    with pytest.raises(
-        hw.InputError, match="^model: expected a model that reads the output of WhisperProcessor, got V"
-    ):
+    with pytest.raises(hw.InputError, match="^model: expected a model that reads these inputs, got AttributeError"):
         hw.view(case.model, whisper.processor, audio=sound)
+    with pytest.raises(
+        hw.InputError, match="^model: expected a model that reads the output of WhisperProcessor, got L"
+    ):
+        hw.view(torch.nn.Linear(3, 3).eval(), whisper.processor, audio=sound)
     with pytest.raises(hw.InputError, match="^model: expected a model that reads a spectrogram, got Wav2Vec2Model, wh"):
         hw.view(wav2vec(), transformers.Wav2Vec2FeatureExtractor(), audio=sound)
     with pytest.raises(
@@ -355,7 +362,8 @@ def test_patches_of_a_spectrogram_with_rows_are_named_by_band_and_time():
     extractor = transformers.ASTFeatureExtractor(num_mel_bins=16, max_length=64)
     seen = hw.view(transformers.ASTModel(config).eval(), extractor, audio=multimodal.sound(9000))
     names = [word.text for word in seen.words]
-    assert names[:2] == ["token 0", "token 1"] and len(names) == 18
+    assert names[:2] == ["token 0", "token 1"]
+    assert len(names) == 18
     # The first rows of patches are those of the lowest frequencies, which are displayed at the bottom.
     assert [name.split(",")[0] for name in names[2:9]] == ["band 1"] * 7
     assert seen.texts[0].patches[2].top == pytest.approx(0.5, abs=0.01)
