@@ -369,3 +369,20 @@ def test_patches_of_a_spectrogram_with_rows_are_named_by_band_and_time():
     assert seen.texts[0].patches[2].top == pytest.approx(0.5, abs=0.01)
     # Frames have 400 samples, begin 160 samples apart, and end before the last sample.
     assert float(names[2].split(", ")[1].removesuffix(" s")) == pytest.approx((3.5 * 160 + 200) / RATE, abs=0.011)
+
+
+def test_a_token_of_two_parts_of_a_series_with_a_gap_is_special():
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 37,
+        "head_dim": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+    }
+    config = transformers.TimesFmConfig(patch_length=4, context_length=32, horizon_length=4, **sizes)
+    model = transformers.TimesFmModelForPrediction(config).eval()
+    # All tokens depend on the first patch, whose mean and standard deviation scale the series.
+    words = hw.view(model, series=torch.randn(32)).words
+    assert [word.text for word in words] == ["step 1.5", "step 3.5", *(f"token {index}" for index in range(2, 8))]
+    assert [word.special for word in words] == [False] * 2 + [True] * 6
