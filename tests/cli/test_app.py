@@ -215,7 +215,7 @@ def test_two_formats_are_refused(headwise):
         (("profile", "--data", "a", "--out", ""), "Invalid value for '--out': expected a path, got ''"),
         (("study", "--data", "", "--out", "a"), "Invalid value for '--data': expected a path, got ''"),
         (("compare", "", "a"), "Invalid value for 'A': expected a path, got ''"),
-        (("view",), "text: expected a text or --image, got neither"),
+        (("view",), "text: expected a text, --image or --audio, got none of them"),
         (("vieew", "hi"), "No such command 'vieew'"),
         (("view", "hi", "--layer", "x"), "Invalid value for '--layer': "),
         (("view", "hi", "-z"), "No such option: -z"),

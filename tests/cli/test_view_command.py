@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+import wave
 
 import pytest
 
+import multimodal
 import tiny
 from command_lines import printed_by, refusal
 from headwise.attention.backends.native import installed
@@ -28,6 +30,27 @@ def contents_of(page):
     """Return the contents of a page."""
     text = page.read_text(encoding="utf-8")
     return json.loads(re.search(r'id="contents">(.*?)</script>', text, re.DOTALL)[1])
+
+
+# -- sounds -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_is_viewed_with_the_words_that_the_model_writes(tmp_path, headwise):
+    case = multimodal.case("Whisper")
+    case.model.save_pretrained(tmp_path / "model")
+    case.processor.save_pretrained(tmp_path / "model")
+    with wave.open(str(tmp_path / "sound.wav"), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes((8000 * case.picture((9000,))).astype("<i2").tobytes())
+    options = ("--model", tmp_path / "model", "--generate", 2, "--html", tmp_path / "page.html")
+    status, text, errors = headwise("view", "--audio", tmp_path / "sound.wav", *options, "--region", "0,0,50,100")
+    assert (status, errors) == (0, "")
+    assert "36 heads" in text
+    sides = contents_of(tmp_path / "page.html")["passages"][0]["sides"]
+    assert [side["name"] for side in sides] == ["sound", "decoder"]
+    assert sides[0]["pictures"][0]["name"] == "sound"
+    refused = headwise("view", "--lines", "--audio", tmp_path / "sound.wav", "a", "--model", tmp_path)
+    assert refusal(refused) == "lines: expected no --audio, which belongs to one text, got --audio"
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------

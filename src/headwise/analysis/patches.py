@@ -143,7 +143,8 @@ def patches_of(
     for no part of a picture, or for the whole of it.
 
     A patch is the rectangle with the centre and the variance of the elements on which the token depends. The places of
-    n elements at distances d have the variance (n^2 - 1) d^2 / 12, and fill the width n d.
+    n elements at distances d have the variance (n^2 - 1) d^2 / 12, and fill the width n d. A token that depends on two
+    parts with a gap between them, such as a patch and the values by which a series is scaled, has none.
     """
     columns: list[tuple[Tensor, ...]] = []
     parts_before = 0
@@ -173,7 +174,12 @@ def patches_of(
             low, high = (float((centre + sign * size / 2).clamp(0, 1)) for sign in (-1, 1))
             sides.append((low, high - low))
         (left, width), (top, height) = sides
-        if min(width, height) < WHOLE:
+        gaps = [torch.unique(axis[chosen]).diff() for axis in (x, y)]
+        has_gap = any(
+            len(gap) and float(gap.max()) > max(3 * float(distance), size / 4)
+            for gap, distance, size in zip(gaps, sizes[chosen][0], (width, height), strict=True)
+        )
+        if min(width, height) < WHOLE and not has_gap:
             boxes[number] = int(pairs[1, index]), int(pairs[2, index]), Patch(0, left, top, width, height)
     shown_of_part, shown = _shown_pictures(list(boxes.values()))
     for number, (of_picture, of_part, patch) in boxes.items():
@@ -185,7 +191,10 @@ def _spacing(places: Float[Tensor, " elements"], picture: Int[Tensor, " elements
     """Return the usual distance between the places of neighbouring elements, along one axis of the pictures."""
     steps = places.diff().abs()[(picture[1:] == picture[:-1]) & (picture[1:] >= 0)]
     steps = steps[steps > 1e-6]
-    return float(steps.median()) if len(steps) else 0.0
+    if len(steps):
+        return float(steps.median())
+    inside = places[picture >= 0]
+    return float(len(inside) > 0 and bool((inside == inside[0]).all()))  # a single place fills the axis
 
 
 def _shown_pictures(boxes: Sequence[tuple[int, int, Patch]]) -> tuple[dict[tuple[int, int], int], list[ShownPicture]]:
@@ -220,11 +229,13 @@ def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> float:
     return max(sides[0], 0.0) * max(sides[1], 0.0) / max(min(areas), 1e-12)
 
 
-def displayed_pictures(pictures: Sequence[Any], shown: Sequence[ShownPicture]) -> tuple[Picture, ...]:
-    """Return pictures for display on a page: each is an image file in base64, not wider or higher than 768 pixels."""
+def displayed_pictures(pictures: Sequence[Any], shown: Sequence[ShownPicture], medium: str) -> tuple[Picture, ...]:
+    """Return pictures for display on a page: each is an image file in base64, not wider or higher than 768 pixels.
+    `medium` is the name of each, before its number.
+    """
     displayed = []
     for number, parts in shown:
-        name = "picture" if len(pictures) == 1 else f"picture {number + 1}"
+        name = medium if len(pictures) == 1 else f"{medium} {number + 1}"
         if sum(other == number for other, _ in shown) > 1:
             name += ", whole" if parts == 1 else f", in {parts} parts"
         picture = pictures[number].convert("RGB")

@@ -113,7 +113,9 @@ def token_sources(
         model: a model in evaluation mode.
         inputs: the arguments with which the model is called, with a batch of one prompt.
         parts: for floating-point inputs by name, such as "pixel_values", the elements that come from pictures. Other
-            elements, such as padding, are not changed. Token ids are found by their embeddings.
+            elements, such as padding, are not changed. Token ids are found by their embeddings. If a module subtracts a
+            mean of a time series and divides it by a scale, so that all tokens depend on all of it, its output is
+            changed in place of the series.
 
     Raises:
         InputError: the tokens depend on the inputs in another way in each call, as in a model that masks at random.
@@ -200,6 +202,7 @@ class _Runs:
         self.rows: dict[tuple[Place, bool], Tensor] = {}
         self.unknown: dict[Place, str] = {}
         self._shapes: dict[str, torch.Size] = {}
+        self._rescaled: set[str] = set()  # names of the series that a module rescales; complete after the first run
 
     def features(
         self, subsets: Mapping[str, Tensor] | None = None, generator: torch.Generator | None = None
@@ -306,19 +309,37 @@ class _Runs:
         inputs = dict(self._inputs)
         for name in self._parts:
             self._shapes[name] = inputs[name].shape
-            inputs[name] = media(name, inputs[name])
+            if name not in self._rescaled:
+                inputs[name] = media(name, inputs[name])
+        replaced: set[str] = set()
 
         def of_ids(name: str, embedded: Tensor) -> Tensor:
             self._shapes[name] = embedded.shape[:-1]
             return media(name, embedded)
 
-        with (
-            errors_of("model", expected="a model that reads these inputs"),
-            hooked_embeddings(self._model, self._inputs, of_ids),
-            intercepted(self._model, _Probe(on_call)),
-            suppress(_Reached),
-        ):
-            self._model(**inputs)
+        def on_module(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+            values = output[0] if isinstance(output, tuple) and output else output
+            for name in self._parts.keys() - replaced:
+                if not _is_rescaled(values, self._inputs[name]):
+                    continue
+                replaced.add(name)
+                self._rescaled.add(name)
+                values = media(name, values)
+                return (values, *output[1:]) if isinstance(output, tuple) else values
+            return output
+
+        hooks = [module.register_forward_hook(on_module) for module in self._model.modules()]
+        try:
+            with (
+                errors_of("model", expected="a model that reads these inputs"),
+                hooked_embeddings(self._model, self._inputs, of_ids),
+                intercepted(self._model, _Probe(on_call)),
+                suppress(_Reached),
+            ):
+                self._model(**inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 @contextmanager
@@ -341,6 +362,19 @@ def hooked_embeddings(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _is_rescaled(values: Any, series: Tensor) -> bool:
+    """Return True if `values` are a time series `(1, time)` or `(1, time, channels)` of which each channel was
+    multiplied by a number and shifted by another one.
+    """
+    if not isinstance(values, Tensor) or values.shape != series.shape or len(values) != 1 or values.ndim > 3:
+        return False
+    if not values.is_floating_point() or torch.equal(values, series):
+        return False
+    x, y = (each.detach().double() - each.detach().double().mean(1, keepdim=True) for each in (series, values))
+    slope = (x * y).sum(1, keepdim=True) / (x**2).sum(1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    return bool((y - slope * x).abs().max() <= 1e-4 * y.abs().max()) and bool(y.any())
 
 
 def _tokens_by_element(

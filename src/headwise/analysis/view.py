@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headwise.analysis.token_sources import IDS, CallTokens, Place
 from headwise.analysis.view_pictures import picture_prompt, viewed_texts, with_generated
 from headwise.analysis.view_result import View, ViewedRun, ViewedText, ViewSet
+from headwise.analysis.view_sounds import series_prompt, sound_prompt
 from headwise.analysis.viewer import DISAGREEMENT, Viewer
 from headwise.checks import flag, require_module, whole_number
 from headwise.data.batches import call_by_names, device_of, evaluation_mode, is_encoder_decoder
@@ -43,10 +44,12 @@ KEPT_TOKENS = 256
 @overload
 def view(
     model: nn.Module,
-    processor: Any,
+    processor: Any = ...,
     text: str | None = ...,
     *,
     images: Any = ...,
+    audio: Any = ...,
+    series: Any = ...,
     target: str | None = ...,
     generate: int = ...,
     title: str | None = ...,
@@ -63,6 +66,7 @@ def view(
     text: Sequence[str],
     *,
     images: Sequence[Any] | None = ...,
+    audio: Sequence[Any] | None = ...,
     target: Sequence[str] | None = ...,
     generate: int = ...,
     title: str | None = ...,
@@ -74,10 +78,12 @@ def view(
 
 def view(
     model: nn.Module,
-    processor: Any,
+    processor: Any = None,
     text: str | Sequence[str] | None = None,
     *,
     images: Any = None,
+    audio: Any = None,
+    series: Any = None,
     target: str | Sequence[str] | None = None,
     generate: int = 0,
     title: str | None = None,
@@ -85,25 +91,32 @@ def view(
     keep_all: int = KEPT_TOKENS,
     progress: bool = False,
 ) -> View | ViewSet:
-    """Run a model on one text, on pictures or on a prompt with both, and return the attention of each head: its
-    statistics, its role (a name for what it attends to), and the strongest links (largest attention weights) between
-    words. For a list of texts, return a `ViewSet` with one such view per text.
+    """Run a model on one text, on pictures, on a prompt with both, on a sound or on a time series, and return the
+    attention of each head: its statistics, its role (a name for what it attends to), and the strongest links (largest
+    attention weights) between words. For a list of texts, return a `ViewSet` with one such view per text.
 
-    The part of a picture that each token stands for is derived. With the outputs of all heads set to zero, each token
-    depends only on the pixels of its own patch. A token that stands for no part of a picture and for no word, such as a
-    class token, is a special token.
+    The part of a picture, sound or series that each token stands for is derived. With the outputs of all heads set to
+    zero, each token depends only on the pixels of its own patch. A token that stands for no part of a picture and for
+    no word, such as a class token, is a special token. A sound is shown as its spectrogram, and a series as curves.
+    Their patches are strips of time, whose words are their centres, such as "0.52 s" or "step 12". The padding after
+    a sound is shown as special tokens.
 
     Args:
         model: any model that `watch` can intercept, in evaluation mode: of `transformers`, or a module that takes token
-            ids `(1, tokens)` or pixels `(1, channels, height, width)`. Of an encoder-decoder without pictures, the
+            ids `(1, tokens)` or pixels `(1, channels, height, width)`. Of an encoder-decoder that reads text, the
             encoder is viewed unless there is a target or generated text.
-        processor: its tokenizer or, with pictures, its processor, of `transformers`. Options of the processor are bound
-            by `functools.partial(processor, max_patches=512)`. None if `images` is a tensor.
+        processor: its tokenizer or, with pictures or a sound, its processor, of `transformers`. Options of the
+            processor are bound by `functools.partial(processor, max_patches=512)`. None if `images` is a tensor, and
+            with a series.
         text: one text, which is not split, or a list of texts. None for a model that reads pictures alone. With
             pictures, a text without the model's token for a picture, such as `<image>`, becomes the message of a user
             by the processor's chat template.
         images: one picture or a list, as `PIL.Image` or paths of files; for a list of texts, one picture or a list of
             pictures per text. Without a processor, pixel values.
+        audio: a sound: its samples `(samples,)` at the rate of the processor's feature extractor, or the path of a WAV
+            file of this rate; for a list of texts, one sound per text.
+        series: values `(time,)` or `(time, channels)` of a time series, without processor. They become the argument
+            `past_values` of a model of `transformers`, or the first argument of another module.
         target: text that the decoder of an encoder-decoder reads, one per text.
         generate: number of tokens that the model continues the text with (of an encoder-decoder: that it generates
             from the text), without sampling and beams, but with penalties that its generation config may have. They are
@@ -111,14 +124,15 @@ def view(
         title: name of the model, for display; by default that of its hub id, folder or class.
         truncate: cut off a text that is longer than the model's limit, instead of refusing it.
         keep_all: number of tokens up to which all attention weights between tokens are kept in memory; of a longer
-            text, the 32 largest weights of each token are kept.
+            text, the 32 largest weights of each token are kept. All weights of cross-attention are also kept if they
+            are not more than those of a text of `keep_all` tokens.
         progress: show a progress bar on standard error, on a terminal, while the model runs.
 
     Raises:
-        InputError: the text is empty or too long; a picture cannot be read; no token stands for a part of a picture; no
-            self-attention over the tokens was intercepted; the output of a head is not the product of its weights and
-            values; the model cannot generate text.
-        MissingExtra: Pillow, which reads pictures, is not installed.
+        InputError: the text is empty or too long; a picture or sound cannot be read; a sound has another rate; no token
+            stands for a part of a picture, sound or series; no self-attention over the tokens was intercepted; the
+            output of a head is not the product of its weights and values; the model cannot generate text.
+        MissingExtra: Pillow, which reads and draws pictures, is not installed.
 
     Warns:
         UserWarning: of modules that ran and are called attention, but whose attention was not intercepted, and of
@@ -129,6 +143,7 @@ def view(
         >>> headwise.view(model, tokenizer, "Coffee or tea?").head(0, 2).role.name  # doctest: +SKIP
         'previous token'
         >>> headwise.view(model, processor, "What is left of the cup?", images="cups.png")  # doctest: +SKIP
+        >>> headwise.view(model, processor, audio="speech.wav", generate=20)  # doctest: +SKIP
     """
     if isinstance(model, nn.Module) and model.training:
         raise InputError("model", expected="a model in evaluation mode", got="training", remedy="call model.eval()")
@@ -140,12 +155,18 @@ def view(
     name = model_name(model) if title is None and isinstance(model, nn.Module) else str(title)
     shown: dict[str, Any] = {"title": name, "keep_all": keep_all, "progress": progress}
 
-    def view_one(text: Any, pictures: Any, target: Any) -> View:
-        """Return the attention of each head on one text, with its pictures."""
-        if pictures is not None:
+    media = {"images": images, "audio": audio, "series": series}
+    named = [argument for argument, given in media.items() if given is not None]
+    if len(named) > 1:
+        raise InputError(named[1], expected=f"None with {named[0]}", got=type(media[named[1]]).__name__)
+
+    def view_one(text: Any, medium: Any, target: Any) -> View:
+        """Return the attention of each head on one text, with its pictures or its sound."""
+        if medium is not None:
             if truncate:
-                raise InputError("truncate", expected="False with pictures", got=True)
-            return _view_pictures(model, processor, text, pictures, target, generate, shown)
+                what = "pictures" if images is not None else named[0]
+                raise InputError("truncate", expected=f"False with {what}", got=True)
+            return _view_media(model, processor, text, named[0], medium, target, generate, shown)
         tokenizer = getattr(processor, "tokenizer", processor)
         reader = text_model(model) if hasattr(model, "config") or not isinstance(model, nn.Module) else model
         encoded = encode_text(reader, tokenizer, text, truncate)
@@ -165,26 +186,37 @@ def view(
         return view_of(reader, texts, inputs, logits=logits, **shown)
 
     if isinstance(text, str) or text is None or not isinstance(text, Sequence):
-        return view_one(text, images, target)
+        return view_one(text, media[named[0]] if named else None, target)
     if not text:
         raise InputError("text", expected="a text, or a list of at least one text", got="an empty list")
     of_texts = {}
-    for argument, given in (("images", images), ("target", target)):
+    for argument, given in ((named[0] if named else "images", media[named[0]] if named else None), ("target", target)):
         of_texts[argument] = [None] * len(text) if given is None else given
         if isinstance(given, str) or len(of_texts[argument]) != len(text):
-            expected = f"a list of {len(text)} {'texts' if argument == 'target' else argument}, one per text"
+            things = {"target": "texts", "audio": "sounds"}.get(argument, argument)
+            expected = f"a list of {len(text)} {things}, one per text"
             raise InputError(argument, expected=expected, got=repr(given))
     return ViewSet(tuple(view_one(*each) for each in zip(text, *of_texts.values(), strict=True)))
 
 
-def _view_pictures(
-    model: nn.Module, processor: Any, text: str | None, images: Any, target: Any, generate: int, shown: dict[str, Any]
+def _view_media(
+    model: nn.Module,
+    processor: Any,
+    text: str | None,
+    argument: str,
+    medium: Any,
+    target: Any,
+    generate: int,
+    shown: dict[str, Any],
 ) -> View:
-    """Return the attention of each head on a prompt with pictures; `shown` are the last arguments of `view_of`."""
+    """Return the attention of each head on a prompt with pictures, a sound or a series, by the name of the argument of
+    `view`; `shown` are the last arguments of `view_of`.
+    """
     require_module(model)
     # `functools.partial` binds options of a processor, which is its attribute `func`.
     tokenizer = getattr(getattr(processor, "func", processor), "tokenizer", None)
-    prompt = picture_prompt(model, processor, text, images)
+    read = {"images": picture_prompt, "audio": sound_prompt, "series": series_prompt}[argument]
+    prompt = read(model, processor, text, medium)
     inputs, logits = prompt.inputs, None
     if generate:
         inputs, logits = with_generated(model, inputs, generate, tokenizer)
@@ -194,10 +226,21 @@ def _view_pictures(
         start = getattr(model.config, "decoder_start_token_id", None)
         if start is not None:
             inputs = {**inputs, "decoder_input_ids": torch.tensor([[start]], device=device_of(model))}
+    if tokenizer is None and any(name.endswith(IDS) for name in inputs):
+        got = type(getattr(processor, "func", processor)).__name__
+        raise InputError("processor", expected="one with a tokenizer, for the words that the model writes", got=got)
     texts, tokens_of, calls = viewed_texts(model, prompt, inputs, tokenizer, 0 if logits is None else len(logits))
-    return view_of(
+    seen = view_of(
         model, texts, inputs, logits=logits, tokens_of=tokens_of, baselines=prompt.baselines, calls=calls, **shown
     )
+    # Whisper numbers the layers of its decoder, each of which has one module with attention on the sound.
+    cross = [
+        head for head in seen.heads if head.kind == "cross" and seen.texts[head.attention.keys].seconds is not None
+    ]
+    layers = list(dict.fromkeys(head.layer for head in cross))
+    named = getattr(getattr(model, "generation_config", None), "alignment_heads", None) or ()
+    followed = tuple((layers[layer], head) for layer, head in named if layer < len(layers))
+    return replace(seen, alignment_heads=followed)
 
 
 def view_of(
@@ -230,13 +273,12 @@ def view_of(
         ]
     modules = dict(model.named_modules())
     layers = len(innermost_attention_modules(modules, modules))
-    keeps_all = max(len(each.tokens) for each in texts) <= keep_all
     with (
         errors_of("model", expected="a model that takes these tokens"),
         progress_bar("view", layers or None, "layers", shown=progress, transient=True) as bar,
         torch.no_grad(),
     ):
-        viewer = Viewer(model, texts, keeps_all=keeps_all, on_call=bar.advance, calls=calls)
+        viewer = Viewer(model, texts, keep_all=keep_all, on_call=bar.advance, calls=calls)
         with intercepted(model, viewer):
             output = call_by_names(model, inputs)
     if logits is not None and len(logits):

@@ -26,13 +26,18 @@ class PicturePrompt(NamedTuple):
         inputs: arguments of the model.
         places: where the elements of the inputs lie in the pictures, by the input's name.
         pictures: the pictures, `PIL.Image`.
-        baselines: for each input with places, what the model reads for pictures of the mean colour of each picture.
+        baselines: for each input with places, what the model reads in place of an occluded part: what it reads for a
+            picture of the mean colour, or the mean over time.
+        kind: "picture", or "sound" or "series" of which the picture is a drawing.
+        length: seconds of the sound, or number of points of time of the series; 0 for pictures.
     """
 
     inputs: dict[str, Tensor]
     places: dict[str, ElementPlaces]
     pictures: tuple[Any, ...]
     baselines: dict[str, Tensor]
+    kind: str = "picture"
+    length: float = 0.0
 
 
 def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: Any) -> PicturePrompt:
@@ -72,14 +77,7 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
         options = _with_picture_tokens(getattr(processor, "func", processor), text, len(pictures))
 
     def process(changed: Sequence[Any]) -> dict[str, Tensor]:
-        outputs = dict(processor(images=list(changed), return_tensors="pt", **options))
-        parameters = inspect.signature(model.forward).parameters
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        return {
-            name: value
-            for name, value in outputs.items()
-            if isinstance(value, Tensor) and (takes_all or name in parameters) and name != "labels"
-        }
+        return model_inputs(model, processor(images=list(changed), return_tensors="pt", **options))
 
     with errors_of("images", expected="pictures and a text that the processor reads"):
         inputs = process(pictures)
@@ -96,6 +94,17 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
     device = device_of(model)
     inputs, blank = ({name: value.to(device) for name, value in each.items()} for each in (inputs, blank))
     return PicturePrompt(inputs, places, pictures, {name: blank[name] for name in places})
+
+
+def model_inputs(model: nn.Module, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the outputs of a processor that a model takes as arguments."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {
+        name: value
+        for name, value in outputs.items()
+        if isinstance(value, Tensor) and (takes_all or name in parameters) and name != "labels"
+    }
 
 
 def _opened(picture: Any) -> Any:
@@ -199,7 +208,7 @@ def viewed_texts(
     }
     if not any(patch for text in texts.values() for patch in text.patches):
         unknown = ", ".join(dict.fromkeys(sources.unknown.values())) or "none"
-        raise InputError("model", expected="tokens that each depend on a part of a picture", got=unknown)
+        raise InputError("model", expected=f"tokens that each depend on a part of a {prompt.kind}", got=unknown)
     # First the prompt with words and patches, then what other tokens attend to.
     is_source = {keys.stream for queries, keys in sources.calls.values() if keys.stream != queries.stream}
     is_prompt = {number for number, text in texts.items() if text.patches and text.ids is not None}
@@ -222,8 +231,8 @@ def _text_of(
     generated: int,
 ) -> ViewedText:
     """Return a sequence of tokens as a text: token ids as words of the text, and patches as words named by row and
-    column, such as "(1, 2)". Tokens that are neither are special tokens. `generated` is the number of tokens at the end
-    that the model has generated.
+    column, such as "(1, 2)", or by time. Tokens that are neither are special tokens. `generated` is the number of
+    tokens at the end that the model has generated.
     """
     shown, patches = patches_of(stream, prompt.places)
     position_of = torch.full((stream.size,), -1)
@@ -233,7 +242,8 @@ def _text_of(
         for tokens in stream.tokens_of[ids_name]:
             position_of[tokens[tokens >= 0]] = (tokens >= 0).nonzero()[:, 0]
     positions: list[int] = position_of.tolist()
-    labels = _labels(patches)
+    labels = _labels(patches, prompt)
+    padding = _padding(stream, prompt)
     tokens_shown: list[Token] = []
     words: list[Word] = []
     word_of: list[int] = []
@@ -251,7 +261,7 @@ def _text_of(
             tokens_shown += decoded.tokens
         else:
             is_patch = patches[start] is not None
-            label = labels.get(start, f"token {start}")
+            label = labels.get(start, "padding" if start in padding else f"token {start}")
             if not is_patch and ids is not None and len(ids) == stream.size and tokenizer is not None:
                 label = tokenizer.convert_ids_to_tokens(int(ids[start]))
             word_of.append(len(words))
@@ -264,7 +274,7 @@ def _text_of(
     if ids is not None:  # patches are different tokens, although the model's ids of them are the same
         viewed_ids = torch.where(position_of >= 0, ids[position_of.clamp(min=0)], -1 - torch.arange(stream.size))[None]
     if ids_name is None:
-        name = "picture" if shown else "tokens"
+        name = prompt.kind if shown else "tokens"
     else:
         name = "prompt" if shown else ids_name.removesuffix(IDS).removesuffix("_") or "text"
     return ViewedText(
@@ -276,23 +286,47 @@ def _text_of(
         torch.tensor(word_of),
         viewed_ids,
         stream.size - generated if generated else None,
-        displayed_pictures(prompt.pictures, shown),
+        displayed_pictures(prompt.pictures, shown, prompt.kind),
         tuple(patches) if shown else (),
+        prompt.length if shown and prompt.kind == "sound" else None,
     )
 
 
-def _labels(patches: Sequence[Patch | None]) -> dict[int, str]:
-    """Return the row and the column of each patch in its picture, by the index of the token, such as "(1, 2)"."""
+def _labels(patches: Sequence[Patch | None], prompt: PicturePrompt) -> dict[int, str]:
+    """Return the row and the column of each patch in its picture, by the index of the token, such as "(1, 2)". Of a
+    sound or series, return the time of the patch's centre, such as "0.52 s" or "step 12", after the channel or the band
+    of frequencies if there are several.
+    """
     labels: dict[int, str] = {}
     for picture in {patch.picture for patch in patches if patch is not None}:
         chosen = {index: patch for index, patch in enumerate(patches) if patch is not None and patch.picture == picture}
         # Patches that reach over the border are cut off, so their order is that of their centres.
         rows = _ranks([patch.top + patch.height / 2 for patch in chosen.values()])
+        if prompt.kind != "picture":
+            for (index, patch), row in zip(chosen.items(), rows, strict=True):
+                time = prompt.length * (patch.left + patch.width / 2)
+                # The points of time of a series are counted from 0, and each of them is the middle of a unit.
+                label = f"{time:.2f} s" if prompt.kind == "sound" else f"step {time - 0.5:.4g}"
+                part = f"band {max(rows) - row + 1}, " if prompt.kind == "sound" else f"channel {row}, "
+                labels[index] = part + label if max(rows) else label
+            continue
         columns = _ranks([patch.left + patch.width / 2 for patch in chosen.values()])
         labels |= {
             index: f"({row + 1}, {column + 1})" for index, row, column in zip(chosen, rows, columns, strict=True)
         }
     return labels
+
+
+def _padding(stream: TokenStream, prompt: PicturePrompt) -> set[int]:
+    """Return the tokens that depend on padding of a sound, and may also depend on its end."""
+    if prompt.kind != "sound":
+        return set()
+    found = [
+        tokens[(tokens >= 0) & (of_elements.picture < 0)]
+        for name, of_elements in prompt.places.items()
+        for tokens in stream.tokens_of.get(name, ())
+    ]
+    return set(torch.cat(found).tolist()) if found else set()
 
 
 def _ranks(centres: Sequence[float]) -> list[int]:
@@ -301,6 +335,6 @@ def _ranks(centres: Sequence[float]) -> list[int]:
     steps = [centres[after] - centres[before] for before, after in pairwise(order)]
     ranks, rank = [0] * len(centres), 0
     for index, step in zip(order[1:], steps, strict=True):
-        rank += step > max(steps) / 3  # smaller steps are rounding
+        rank += step > max(max(steps) / 3, 1e-6)  # smaller steps are rounding
         ranks[index] = rank
     return ranks

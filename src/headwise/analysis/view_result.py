@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headwise.analysis.roles import HALF, Role, page_roles, role_of
 from headwise.analysis.token_sources import CallTokens, Place
+from headwise.analysis.word_times import word_time_rows
 from headwise.checks import named_head, pair_of
 from headwise.data.tokenization import Token, Word, character_spans
 from headwise.errors import InputError, require
@@ -99,6 +100,7 @@ class ViewedText:
         first_generated: index of the first token that the model generated; None if it generated none.
         pictures: pictures of which tokens are patches.
         patches: the patch of each token; None for a token that is no part of a picture. Empty without pictures.
+        seconds: length of the sound of which tokens are patches; None without a sound.
     """
 
     name: str
@@ -111,6 +113,7 @@ class ViewedText:
     first_generated: int | None = None
     pictures: tuple[page.Picture, ...] = ()
     patches: tuple[page.Patch | None, ...] = ()
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,8 +176,8 @@ class Region:
 
     Attributes:
         left, top, right, bottom: fractions of the width and height of the picture, from 0 to 1.
-        picture: name of the picture, such as "picture 2" if the prompt has several. All parts of a picture that is
-            shown several times count.
+        picture: name of the picture, such as "picture 2" if the prompt has several; by default the only one, also the
+            spectrogram of a sound or the curves of a series. All parts of a picture that is shown several times count.
 
     Raises:
         InputError: the rectangle is empty, or not inside the picture.
@@ -205,7 +208,8 @@ class Region:
         name = pictures[patch.picture].name
         across, down = patch.left + patch.width / 2, patch.top + patch.height / 2
         is_inside = self.left <= across < self.right and self.top <= down < self.bottom
-        return is_inside and (name == self.picture or name.startswith(f"{self.picture},"))
+        is_only = self.picture == "picture" and len(pictures) == 1
+        return is_inside and (is_only or name == self.picture or name.startswith(f"{self.picture},"))
 
 
 @dataclass(frozen=True)
@@ -401,6 +405,8 @@ class View:
         head_count: number of heads of the model that were viewed, also of those that `select` left out.
         identity: identity of the model; None if it is unknown.
         run: the run of the model, which `relevance` repeats with changed inputs; None if it is unknown.
+        alignment_heads: heads that follow a sound, by its generation config, as `(layer, head)`; empty if it names
+            none.
     """
 
     title: str
@@ -409,6 +415,7 @@ class View:
     head_count: int
     identity: ModelIdentity | None = None
     run: ViewedRun | None = None
+    alignment_heads: tuple[tuple[int, int], ...] = ()
 
     @property
     def text(self) -> str:
@@ -543,6 +550,37 @@ class View:
             >>> seen.find(["coffee", "tea"]).verdict  # doctest: +SKIP
         """
         return ViewSet((self,)).find(focus, kind=kind, queries=queries, name=name)
+
+    def word_times(self, heads: Collection[Any] | None = None) -> Any:
+        """Return the times in a sound to which words attend, as a pandas DataFrame with a row per word and head. The
+        words are those that the model generated or, if it generated none, all words of the text that attends to the
+        sound. A word is output by the position before each of its tokens, so that the attention of these positions
+        counts.
+
+        A time states where a head looks, not when the word is spoken: a head may attend to the words before, to silence
+        or to the end of the sound. Heads that follow the sound are known for Whisper models: their generation config
+        names them as `alignment_heads`.
+
+        Each row has the `word`, its `index` among the words of its text, the head (layer, head, module and kind), and
+        the `lower_quartile`, `median` and `upper_quartile` in seconds. They are quantiles of the attention on the
+        strips of the sound: the first centre of a strip up to which at least 25, 50 or 75 % of it lie. Attention on
+        padding and on special tokens does not count. Its share is the column `elsewhere`: where it is large, the times
+        say little. Weights of several positions are averaged.
+
+        Args:
+            heads: heads as `(layer, head)` or "3.5"; by default the `alignment_heads` of the model or, if it names
+                none, all heads with attention of words on the sound.
+
+        Raises:
+            InputError: no word attends to a sound; `heads` names other heads; the weights were not all kept.
+            MissingExtra: pandas is not installed.
+
+        Example:
+            >>> seen = headwise.view(model, processor, audio="speech.wav", generate=20)  # doctest: +SKIP
+            >>> seen.word_times().groupby("word")["median"].median()  # doctest: +SKIP
+        """
+        pandas = require("pandas", purpose="a table", extra="tables")
+        return pandas.DataFrame(word_time_rows(self, heads))
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: the first rows of a table of the heads, and an interactive page that shows their

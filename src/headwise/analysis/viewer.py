@@ -483,7 +483,7 @@ class Viewer(SiteRegistry):
             numbers of queries and keys of its first such call.
 
     Args:
-        keeps_all: True to keep all weights between tokens.
+        keep_all: all weights between tokens are kept in a call with at most `keep_all` squared weights in each head.
         on_call: function that is called after each attention call over the texts.
         calls: tokens of the queries and keys of each attention call, where they are known. The streams are the texts.
             Without them, calls are assigned to texts by their numbers of tokens.
@@ -494,14 +494,14 @@ class Viewer(SiteRegistry):
         model: nn.Module,
         texts: Sequence[ViewedText],
         *,
-        keeps_all: bool,
+        keep_all: int,
         on_call: Callable[[], None],
         calls: Mapping[Place, tuple[CallTokens, CallTokens]] | None = None,
     ) -> None:
         super().__init__(model)
         self._on_call, self._known_calls = on_call, calls
         self.calls: dict[Place, tuple[CallTokens, CallTokens]] = dict(calls or {})
-        self._texts, self._keeps_all = texts, keeps_all
+        self._texts, self._keep_all = texts, keep_all
         self._words = [
             TokensOfWords(each.word_of, torch.tensor([word.lexical for word in each.words])) for each in texts
         ]
@@ -532,7 +532,7 @@ class Viewer(SiteRegistry):
                 call.layer,
                 pair,
                 WordWeights(grid.heads, self._words[queries.text], self._words[keys.text]),
-                TokenWeights(grid.heads, size, all_keys, self._keeps_all, known_runs),
+                TokenWeights(grid.heads, size, all_keys, size * all_keys <= self._keep_all**2, known_runs),
             )
             self._observed.append(heads)
         tally, observed = Tally(), heads

@@ -18,12 +18,15 @@ def view(
     *,
     text: Annotated[
         str | None,
-        typer.Argument(help="The text; not needed with --image. - reads standard input, @FILE reads a file."),
+        typer.Argument(
+            help="The text; not needed with --image or --audio. - reads standard input, @FILE reads a file."
+        ),
     ] = None,
     model: ModelFlags,
     image: Annotated[
         list[Path] | None, path_option("FILE", "Picture that the model reads with the text. Can be repeated.")
     ] = None,
+    audio: Annotated[Path | None, path_option("FILE", "Sound that the model reads, a WAV file.")] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Treat each line of the text as a text of its own.")] = False,
     layer: Annotated[list[int] | None, option("Show only this layer. Can be repeated.", "N")] = None,
     head: Annotated[
@@ -66,7 +69,7 @@ def view(
     ] = False,
     output: OutputFlags,
 ) -> None:
-    """Show what every head does with a text, a picture or both. Prints each head's role (what the head mostly attends
+    """Show what every head does with a text, pictures or a sound. Prints each head's role (what the head mostly attends
     to), its attention statistics averaged over the text, and its strongest attention from one word to another. With
     --html, also writes an interactive page.
 
@@ -80,15 +83,16 @@ def view(
     from headwise.show.records import view_records
     from headwise.show.terminal import print_foci, print_view, print_views
 
-    if text is None and not image:
-        raise InputError("text", expected="a text or --image", got="neither")
+    if text is None and not image and audio is None:
+        raise InputError("text", expected="a text, --image or --audio", got="none of them")
     content = None if text is None else _read_text(text)
     texts: Any = content
     if content is not None:
         require_text(content)
         texts = [line for line in content.splitlines() if line.strip()] if lines else content
-    if lines and image:
-        raise InputError("lines", expected="no --image, which belongs to one text", got="--image")
+    for given, name in ((image, "--image"), (audio, "--audio")):
+        if lines and given:
+            raise InputError("lines", expected=f"no {name}, which belongs to one text", got=name)
     require_writable_page(html)
     if against is not None and html is None:
         raise InputError("against", expected="--html, whose page compares both models", got="no --html")
@@ -99,6 +103,7 @@ def view(
     other = None if against is None else find_model(against, argument="against")
     options: dict[str, Any] = {"generate": generate, "truncate": truncate, "progress": not output.quiet}
     options |= {"images": image} if image else {}
+    options |= {"audio": audio} if audio is not None else {}
     seen = _view(model, model.find(), texts, options).select(layer or (), head or ())
     words = None if queries is None else _words("queries", queries)
     foci = [_find(seen, each, focus_kind or FOCUS_KINDS[0], words) for each in focus or ()]
@@ -121,7 +126,7 @@ def _view(flags: ModelFlags, source: Any, texts: Any, options: dict[str, Any]) -
     """Load a model, and return the attention of its heads on one text (`View`), or on each of several texts
     (`ViewSet`).
     """
-    if "images" in options:
+    if "images" in options or "audio" in options:
         from headwise.data.models import SAVED
 
         processor = source.processor()
@@ -158,7 +163,7 @@ def _region(text: str, pictures: int) -> "hw.Region":
         expected = "left,top,right,bottom in percent, such as 0,0,50,50"
         raise InputError("region", expected=expected, got=repr(text))
     number, *sides = match.groups()
-    name = "picture" if pictures == 1 and number in (None, "1") else f"picture {number or 1}"
+    name = "picture" if pictures <= 1 and number in (None, "1") else f"picture {number or 1}"
     left, top, right, bottom = (float(side) / 100 for side in sides)
     return hw.Region(left, top, right, bottom, name)
 
