@@ -414,18 +414,21 @@ def _tokens_by_element(
                 for power in range(max(int(ranks[-1]), 1).bit_length())
                 if base**power <= int(ranks[-1])
             ]
+            # Another random number of each token shows a number that is wrong because of rounding.
+            codes = torch.randint(base, (int(ranks[-1]) + 1,), generator=generator)
             totals = gradients(is_tested)
-            ratios = [gradients(is_tested * (digit + 1) / base) for digit in digits]
+            ratios = [gradients(is_tested * (digit + 1) / base) for digit in [*digits, codes[ranks.clamp(min=0)]]]
             for place, (name, total) in enumerate(zip(named, totals, strict=True)):
                 # Where contributions cancel, rounding changes the ratio.
-                depends, rank = total.abs() > 1e-4 * _median(total.abs()), torch.zeros(len(total), dtype=torch.long)
-                is_single = depends.clone()
+                depends, rank = total.abs() > 1e-3 * _median(total.abs()), torch.zeros(len(total), dtype=torch.long)
+                is_single, digit = depends.clone(), rank
                 for power, of_digit in enumerate(ratios):
                     scaled = of_digit[place] / total.where(depends, torch.ones_like(total)) * base - 1
                     digit = scaled.round()
                     is_single &= ((scaled - digit).abs() < 0.1) & (digit >= 0) & (digit < base)
-                    rank += digit.nan_to_num().clamp(0, base - 1).long() * base**power
-                is_single &= rank <= int(ranks[-1])
+                    digit = digit.nan_to_num().clamp(0, base - 1).long()
+                    rank += digit * base**power if power < len(digits) else 0
+                is_single &= (rank <= int(ranks[-1])) & (digit == codes[rank.clamp(max=int(ranks[-1]))])
                 elements, shared = elements + int(depends.sum()), shared + int((depends & ~is_single).sum())
                 token = torch.where(is_single, offset + stride * rank, -1)
                 result[name] = _merged(result[name], token[None])

@@ -43,18 +43,23 @@ function pageContext(page, state) {
 
 /**
  * Return the head that is shown first: the best head of the first focus, the first of the order in which the page opens, or
- * the first head of the first role.
+ * the first head of the first role. If the model wrote words, it is a head of the text with these words.
  */
 function firstHead(page) {
   const scores = page.foci?.[0]?.scores ?? [];
   const best = Array.isArray(scores[0]) ? scores[0][0] : scores[0];
+  const {heads} = page.models[0];
+  const {sides = [], heads: [attention = []] = []} = page.passages[0] ?? {};
+  const someWrite = sides.some(side => side.generated !== null);
+  const writes = head => !someWrite || (sides[attention[head]?.queries] ?? {generated: null}).generated !== null;
   return (
     best?.head ??
     (page.opening.sort ? chosenHeads(page, createState("", () => {}, page.opening))[0] : null) ??
-    Math.max(
-      page.models[0].heads.findIndex(head => head.role === 0),
+    [
+      heads.findIndex((head, index) => head.role === 0 && writes(index)),
+      heads.findIndex((_, index) => writes(index)),
       0,
-    )
+    ].find(index => index >= 0)
   );
 }
 
