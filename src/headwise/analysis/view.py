@@ -13,6 +13,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from headwise.analysis.mismatch import mismatches_named
 from headwise.analysis.token_sources import CallTokens, Place
 from headwise.analysis.view_pictures import picture_prompt, viewed_texts, with_generated
 from headwise.analysis.view_result import View, ViewedText, ViewSet
@@ -188,14 +189,16 @@ def _view_pictures(
     prompt = picture_prompt(model, processor, text, images)
     inputs, logits = prompt.inputs, None
     if generate:
-        inputs, logits = with_generated(model, inputs, generate, tokenizer)
+        with mismatches_named(model, processor, inputs):
+            inputs, logits = with_generated(model, inputs, generate, tokenizer)
     elif target is not None:
         inputs = {**inputs, "decoder_input_ids": _ids_of(_target_text(model, tokenizer, target))}
     elif is_encoder_decoder(model) and "decoder_input_ids" not in inputs:
         start = getattr(model.config, "decoder_start_token_id", None)
         if start is not None:
             inputs = {**inputs, "decoder_input_ids": torch.tensor([[start]], device=device_of(model))}
-    texts, calls = viewed_texts(model, prompt, inputs, tokenizer, 0 if logits is None else len(logits))
+    with mismatches_named(model, processor, prompt.inputs):
+        texts, calls = viewed_texts(model, prompt, inputs, tokenizer, 0 if logits is None else len(logits))
     return view_of(model, texts, inputs, logits=logits, calls=calls, **shown)
 
 

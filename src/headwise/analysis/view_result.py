@@ -24,7 +24,7 @@ from headwise.plots.kinds import HeadNumbers, Kind, plot_kind, require_heads
 from headwise.plots.words import ViewedHead, draw_pattern, draw_word_lines
 from headwise.runs.rows import MeanEstimate
 from headwise.settings import FOCUS_KINDS
-from headwise.shapes import Float, Int
+from headwise.shapes import Bool, Float, Int
 from headwise.statistics.columns import column_named
 from headwise.wording import counted, number
 
@@ -98,6 +98,7 @@ class ViewedText:
         first_generated: index of the first token that the model generated; None if it generated none.
         pictures: pictures of which tokens are patches.
         patches: the patch of each token; None for a token that is no part of a picture. Empty without pictures.
+        padding: True at tokens that are padding, whose attention does not count in statistics; None if there are none.
     """
 
     name: str
@@ -110,6 +111,7 @@ class ViewedText:
     first_generated: int | None = None
     pictures: tuple[page.Picture, ...] = ()
     patches: tuple[page.Patch | None, ...] = ()
+    padding: Bool[Tensor, " tokens"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
