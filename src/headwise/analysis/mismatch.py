@@ -42,7 +42,7 @@ def require_match(model: nn.Module, processor: Any, inputs: Mapping[str, Tensor]
     table = input_embeddings(model)
     if isinstance(table, nn.Embedding):
         rows = sum(len(part.weight) for part in table.modules() if isinstance(part, nn.Embedding))
-        outside = sorted({int(each) for each in ids.unique()} - named - set(range(rows)))
+        outside = sorted({int(each) for each in torch.unique(ids)} - named - set(range(rows)))
         if outside:
             expected = f"the processor of {name}, with token ids below {rows}"
             raise InputError("processor", expected=expected, got=f"{own} with the token id {outside[-1]}")
@@ -123,7 +123,8 @@ def _image_token(model: nn.Module) -> int | None:
     """Return the token id at whose places a model reads pictures, by its config."""
     config = getattr(model, "config", None)
     ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
-    return next((each for each in ids if isinstance(each, int)), None)
+    found: int | None = next((each for each in ids if isinstance(each, int)), None)
+    return found
 
 
 def _count_of_features(model: Any, inputs: Mapping[str, Tensor], width: int) -> int | None:
@@ -143,7 +144,8 @@ def _count_of_features(model: Any, inputs: Mapping[str, Tensor], width: int) -> 
     several = features if isinstance(features, list | tuple) else [features]
     if not all(isinstance(each, Tensor) and each.shape[-1] == width for each in several):
         return None
-    return sum(each.numel() // width for each in several)
+    count: int = sum(each.numel() // width for each in several)
+    return count
 
 
 def _registered(model: nn.Module) -> str | None:

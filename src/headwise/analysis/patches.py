@@ -157,7 +157,7 @@ def require_places(
         for name, of_input in places.items():
             old, new = (outputs[name].detach().double().cpu().flatten() for outputs in (inputs, after))
             is_near = torch.zeros(len(old), dtype=torch.bool)
-            for part in of_input.part[of_input.picture == number].unique().tolist():
+            for part in torch.unique(of_input.part[of_input.picture == number]).tolist():
                 is_of_part = (of_input.part == part) & (of_input.picture == number)
                 of_part = of_input.picture.where(is_of_part, -1)
                 blur_x, blur_y = (

@@ -553,7 +553,8 @@ class Viewer(SiteRegistry):
             self._contexts[queries, keys, grid.device] = CallContext(
                 text.ids[0].cpu()[rows].to(grid.device) if is_self and text.ids is not None else None,
                 special.to(grid.device),
-                *real,
+                real_queries=real[0],
+                real_keys=real[1],
                 left_out=frozenset() if is_self else OF_COMMON_POSITIONS,
             )
         context = self._contexts[queries, keys, grid.device]
