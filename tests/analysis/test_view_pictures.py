@@ -7,6 +7,7 @@ import functools
 import io
 import re
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,6 +16,7 @@ from PIL import Image, ImageOps
 import headwise as hw
 import multimodal
 import tiny
+from headwise.analysis.view_pictures import picture_prompt
 
 FAMILIES = [name for name in multimodal.NAMES if name not in ("Whisper", "PatchTST", "Florence-2")]
 
@@ -263,7 +265,11 @@ MISTAKES = [
     (PROCESSOR, __file__, r"^images: expected a picture file, got .* \(no picture that Pillow reads\)"),
     (PROCESSOR, [], "^images: expected at least one picture, got an empty list"),
     (PROCESSOR, 3.5, "^images: expected PIL.Image objects or paths of files, got float"),
-    (tiny.tokenizer("encoder"), Image.new("RGB", (48, 48)), "^images: expected pictures and a text that the processor"),
+    (
+        tiny.tokenizer("encoder"),
+        Image.new("RGB", (48, 48)),
+        "^processor: expected a processor that reads pictures, got the tokenizer ",
+    ),
 ]
 
 
@@ -275,7 +281,9 @@ def test_mistakes_are_named(processor, image, message):
 
 def test_a_text_without_the_token_of_a_picture_is_refused():
     case = multimodal.case("LLaVA")
-    with pytest.raises(hw.InputError, match="^(images|model|processor): expected"):
+    with pytest.raises(
+        hw.InputError, match="^images: expected pictures and a text that the processor reads, got .* 0 <image> tok"
+    ):
         hw.view(case.model, case.processor, "w5 w6", images=case.picture(case.sizes[0], 0))
 
 
@@ -332,3 +340,149 @@ def test_a_processor_whose_output_depends_on_colours_is_refused():
 def test_pictures_are_not_truncated():
     with pytest.raises(hw.InputError, match="^truncate: expected False with pictures, got True"):
         hw.view(vit(), None, images=torch.rand(1, 3, 48, 48), truncate=True)
+
+
+MISMATCHES = [  # model, processor, message
+    (
+        "LLaVA",
+        "Qwen2-VL",
+        "^processor: expected the processor of Llava.*, with token ids below 100, got Qwen2VL.* 102$",
+    ),
+    (
+        "LLaVA",
+        "CLIP",
+        "^processor: expected the processor of Llava.*, whose token for a picture has the id 99, got CLIPP",
+    ),
+    ("Qwen2-VL", "LLaVA", "^processor: expected the processor of Qwen2VL.* id 100, got LlavaProcessor .* the id 99$"),
+    (
+        "LLaVA",
+        "BLIP-2",
+        "^processor: .* has 49 features for these pictures, got Blip2Processor with 5 tokens for them$",
+    ),
+    (
+        "LLaVA",
+        "ViT",
+        "^processor: expected a processor that returns input_ids, which Llava.* reads, got ViT.* pixel_val",
+    ),
+    ("LLaVA", "Pix2Struct", "^text: expected a text, which Llava.* reads with the pictures, got None$"),
+    (
+        "LLaVA-NeXT",
+        "LLaVA",
+        "^processor: expected LlavaNextProcessor, the processor of LlavaNext.*, got LlavaProcessor$",
+    ),
+    ("ViT", "CLIP", "^text: expected None for ViTForImageClassification, which reads no token ids, got 5 token ids$"),
+]
+
+
+@pytest.mark.parametrize(("name", "other", "message"), MISMATCHES)
+@pytest.mark.parametrize("generate", [0, 2])
+def test_a_processor_of_another_model_is_named_as_the_cause(name, other, message, generate):
+    model, case = multimodal.case(name).model, multimodal.case(other)
+    if generate and not multimodal.ENTRIES[name].generates:
+        pytest.skip("the model does not generate")
+    with pytest.raises(hw.InputError, match=message):
+        hw.view(model, case.processor, case.prompt(1), images=case.picture(case.sizes[0]), generate=generate)
+
+
+def test_an_output_that_the_model_does_not_take_is_named():
+    def process(images, return_tensors):
+        return PROCESSOR(images=images, return_tensors=return_tensors) | {"sizes": torch.tensor([[48, 48]])}
+
+    model = vit(image_size=32)
+    with pytest.raises(hw.InputError, match="^processor: .* are arguments of ViTModel, got process with sizes$"):
+        hw.view(model, process, images=Image.new("RGB", (48, 48)))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2-VL", "Idefics3", "Gemma 3", "BLIP-2"])
+def test_padding_changes_neither_patches_nor_weights_nor_statistics(name, side):
+    case = multimodal.case(name)
+    picture = case.picture(case.sizes[0])
+    plain = hw.view(case.model, case.processor, case.prompt(1), images=picture)
+    case.processor.tokenizer.padding_side = side
+    longer = case.inputs(picture)["input_ids"].shape[1] + 7
+    processor = functools.partial(case.processor, padding="max_length", max_length=longer)
+    padded = hw.view(case.model, processor, case.prompt(1), images=picture)
+    number = next(index for index, text in enumerate(plain.texts) if text.ids is not None)
+    before, after = plain.texts[number], padded.texts[number]
+    real = [index for index, token in enumerate(after.tokens) if token.text != "[PAD]"]
+    assert len(after.tokens) == len(real) + 7
+    assert [token.special for token in after.tokens if token.text == "[PAD]"] == [True] * 7
+    assert [after.tokens[index].text for index in real] == [token.text for token in before.tokens]
+    assert [after.patches[index] for index in real if after.patches] == list(before.patches)
+    checked = 0
+    for one, other in zip(plain.heads, padded.heads, strict=True):
+        if (one.attention.queries, one.attention.keys) != (number, number):
+            continue
+        weights = other.attention.weights.weights[real]
+        assert float(weights.sum(-1).sub(weights[:, real].sum(-1)).abs().max()) < 1e-6
+        torch.testing.assert_close(weights[:, real], one.attention.weights.weights, rtol=1e-4, atol=1e-5)
+        for statistic in ("entropy", "first", "special", "self", "confidence"):
+            assert other.means[statistic] == pytest.approx(one.means[statistic], abs=1e-4), statistic
+        checked += 1
+    assert checked
+
+
+def test_a_padded_prompt_is_continued_after_its_last_word_alone():
+    case = multimodal.case("LLaVA")
+    picture = case.picture(case.sizes[0])
+    processor = functools.partial(case.processor, padding="max_length", max_length=64)
+    plain = hw.view(case.model, case.processor, case.prompt(1), images=picture, generate=3)
+    case.processor.tokenizer.padding_side = "left"
+    padded = hw.view(case.model, processor, case.prompt(1), images=picture, generate=3)
+    new = [seen.texts[0].tokens[seen.texts[0].first_generated :] for seen in (plain, padded)]
+    assert new[0] == new[1]
+    case.processor.tokenizer.padding_side = "right"
+    with pytest.raises(
+        hw.InputError, match="^generate: expected a prompt that ends with its last word, got padding aft"
+    ):
+        hw.view(case.model, processor, case.prompt(1), images=picture, generate=3)
+
+
+def test_prompts_of_a_list_are_viewed_as_each_alone():
+    case = multimodal.case("LLaVA")
+    pictures = [case.picture(size, seed) for seed, size in enumerate(case.sizes)]
+    prompts, parts = [case.prompt(1), case.prompt(2)], [pictures[:1], pictures[1:]]
+    together = hw.view(case.model, case.processor, prompts, images=parts)
+    for seen, prompt, part in zip(together, prompts, parts, strict=True):
+        alone = hw.view(case.model, case.processor, prompt, images=part)
+        assert seen.texts[0].patches == alone.texts[0].patches
+        for one, other in zip(seen.heads, alone.heads, strict=True):
+            torch.testing.assert_close(one.attention.weights.weights, other.attention.weights.weights)
+
+
+def around_the_brightest_part(images, return_tensors):
+    """Crop each picture to three quarters around its brightest column and row, and process it."""
+    cropped = []
+    for picture in images:
+        brightness = torch.tensor(np.asarray(picture.convert("L")), dtype=torch.float64)
+        sides = []
+        for axis, size in ((0, picture.width), (1, picture.height)):
+            kept = 3 * size // 4
+            sums = brightness.mean(axis).unfold(0, kept, 1).mean(-1)
+            sides.append((int(sums.argmax()), int(sums.argmax()) + kept))
+        (left, right), (top, bottom) = sides
+        cropped.append(picture.crop((left, top, right, bottom)))
+    return PROCESSOR(images=cropped, return_tensors=return_tensors)
+
+
+@pytest.mark.parametrize("size", multimodal.SIZES)
+def test_a_processor_that_moves_pixels_by_their_colours_is_refused(size):
+    with pytest.raises(
+        hw.InputError, match="^processor: expected one that places pixels by the size of a picture alone"
+    ):
+        hw.view(vit(), around_the_brightest_part, images=multimodal.picture(*size))
+
+
+PLAIN = [Image.new("RGB", size, colour) for size in ((60, 60), (1, 1), (3, 5), (900, 500))
+         for colour in ((0, 0, 0), (127, 127, 127), (255, 255, 255))]  # fmt: skip
+PLAIN += [multimodal.picture(1200, 700), multimodal.picture(12, 9), multimodal.picture(300, 40)]
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2-VL", "Pix2Struct", "DINOv2 with registers"])
+def test_no_plain_small_or_large_picture_is_refused(name):
+    case = multimodal.case(name)
+    processor = functools.partial(case.processor, max_patches=47) if name == "Pix2Struct" else case.processor
+    for picture in PLAIN:
+        prompt = picture_prompt(case.model, processor, case.prompt(1), picture)
+        assert any(bool((each.picture == 0).any()) for each in prompt.places.values())

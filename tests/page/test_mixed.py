@@ -327,8 +327,10 @@ def relevance_maps(target: int) -> tuple[RelevanceMap, ...]:
     curves = {"deletion": (0.8, 0.2, 0.0), "insertion": (0.0, 0.6, 0.8), "random deletion": (0.8, 0.5, 0.0),
               "random insertion": (0.0, 0.4, 0.8)}  # fmt: skip
     weights = torch.where(values.isnan(), values, values.abs())
-    return (RelevanceMap("occlusion", "Fall of the probability.", 0, 0, target, values, None, curves),
-            RelevanceMap("attention", "Mean attention.", 0, 0, target, weights, (0.03, -0.12, 0.19), curves))  # fmt: skip
+    return (
+        RelevanceMap("occlusion", "Fall of the probability.", 0, 0, target, values, None, curves),
+        RelevanceMap("attention", "Mean attention.", 0, 0, target, weights, (0.03, -0.12, 0.19), curves),
+    )
 
 
 def with_maps(page_of: Contents) -> Contents:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.token_sources import TokenStream
-from headwise.errors import require
+from headwise.errors import InputError, require
 from headwise.page.contents import Patch, Picture
 from headwise.shapes import Float, Int
 
@@ -30,6 +30,18 @@ WHOLE = 0.9
 LARGEST_OVERLAP = 0.1
 """Share of the smaller of two parts of a picture that may overlap with the other part if both are shown in one
 picture."""
+
+SQUARES = 3
+"""Number of squares of a picture that are changed to check the places of its pixels."""
+
+SQUARE = 0.125
+"""Width and height of such a square, as a fraction of the picture."""
+
+MARGIN = 2.0
+"""Distance over which resizing mixes pixels, in pixels of the picture or of the processor's output."""
+
+LARGEST_OUTSIDE = 0.5
+"""Largest change of an element outside of the changed squares, relative to the largest one inside."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +114,72 @@ def element_places(
             places[name].picture[is_inside] = number
             places[name].x[is_inside], places[name].y[is_inside] = x[is_inside], y[is_inside]
     return places
+
+
+def require_places(
+    process: Callable[[list[Any]], Mapping[str, Any]],
+    pictures: Sequence[Any],
+    inputs: Mapping[str, Any],
+    places: Mapping[str, ElementPlaces],
+) -> None:
+    """Raise an `InputError` if a processor places the pixels of the real pictures in another way than `places`, which
+    were read off pictures of other colours, as one that crops the margins of a page does.
+
+    Some squares of each picture become black or white. Elements whose places lie outside of the squares must not change
+    much in comparison with those inside, except that a processor may scale the values of a whole picture.
+
+    Args:
+        process: function from pictures to the outputs of the processor.
+        pictures: the pictures, `PIL.Image`.
+        inputs: the outputs of the processor for the pictures.
+        places: where the elements of the outputs lie in the pictures.
+    """
+    box_filter = require("PIL.Image", purpose="showing an image", extra="plot").Resampling.BOX
+    generator = torch.Generator().manual_seed(0)
+    for number, picture in enumerate(pictures):
+        changed, boxes = picture.copy(), []
+        for of_input in places.values():
+            elements = (of_input.picture == number).nonzero()[:, 0]
+            for _ in range(SQUARES if len(elements) else 0):
+                index = elements[torch.randint(len(elements), (), generator=generator)]
+                sides = []
+                for place, size in zip((of_input.x[index], of_input.y[index]), picture.size, strict=True):
+                    side = max(round(SQUARE * size), 1)
+                    start = min(max(round(float(place) * size - side / 2), 0), size - side)
+                    sides.append((start, start + side))
+                (left, right), (top, bottom) = sides
+                box = left, top, right, bottom
+                # One colour changes all pixels of the square in one direction, so that resizing does not cancel them.
+                is_bright = picture.crop(box).convert("L").resize((1, 1), box_filter).getpixel((0, 0)) > 127
+                changed.paste((0, 0, 0) if is_bright else (255, 255, 255), box)
+                boxes.append([edge / picture.size[axis % 2] for axis, edge in enumerate(box)])
+        after = process([*pictures[:number], changed, *pictures[number + 1 :]])
+        for name, of_input in places.items():
+            old, new = (outputs[name].detach().double().cpu().flatten() for outputs in (inputs, after))
+            is_near = torch.zeros(len(old), dtype=torch.bool)
+            for part in torch.unique(of_input.part[of_input.picture == number]).tolist():
+                is_of_part = (of_input.part == part) & (of_input.picture == number)
+                of_part = of_input.picture.where(is_of_part, -1)
+                blur_x, blur_y = (
+                    MARGIN * max(_spacing(axis, of_part), 1 / size) + 1 / 255
+                    for axis, size in zip((of_input.x, of_input.y), picture.size, strict=True)
+                )
+                for left, top, right, bottom in boxes:
+                    is_in_column = (of_input.x > left - blur_x) & (of_input.x < right + blur_x)
+                    is_near |= is_of_part & is_in_column & (of_input.y > top - blur_y) & (of_input.y < bottom + blur_y)
+            is_far, is_fitted = ~is_near, ~is_near & (of_input.picture == number)
+            change = (new - old).abs()
+            if bool(is_fitted.any()):
+                # A processor may divide by the standard deviation of a picture, which the squares change.
+                centred, shifted = old - old[is_fitted].mean(), new - new[is_fitted].mean()
+                scale = (centred * shifted)[is_fitted].sum() / centred[is_fitted].square().sum().clamp(min=1e-12)
+                change = torch.minimum(change, (shifted - scale * centred).abs())
+            near = float(change[is_near].max()) if bool(is_near.any()) else 0.0
+            far = float(change[is_far].max()) if bool(is_far.any()) else 0.0
+            if far > LARGEST_OUTSIDE * near + 1e-3 * float(new.abs().max()):
+                expected = "one that places pixels by the size of a picture alone"
+                got = f"one whose places of the pixels of picture {number + 1} depend on its colours"
+                raise InputError("processor", expected=expected, got=got)
 
 
 def pixel_places(pixels: Float[Tensor, "1 channels height width"]) -> tuple[ElementPlaces, Any]:

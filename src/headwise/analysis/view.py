@@ -12,6 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from headwise.analysis.mismatch import mismatches_named
 from headwise.analysis.token_sources import IDS, CallTokens, Place
 from headwise.analysis.view_pictures import picture_prompt, viewed_texts, with_generated
 from headwise.analysis.view_result import View, ViewedRun, ViewedText, ViewSet
@@ -219,7 +220,8 @@ def _view_media(
     prompt = read(model, processor, text, medium)
     inputs, logits = prompt.inputs, None
     if generate:
-        inputs, logits = with_generated(model, inputs, generate, tokenizer)
+        with mismatches_named(model, processor, inputs):
+            inputs, logits = with_generated(model, inputs, generate, tokenizer)
     elif target is not None:
         inputs = {**inputs, "decoder_input_ids": _ids_of(_target_text(model, tokenizer, target))}
     elif is_encoder_decoder(model) and "decoder_input_ids" not in inputs:
@@ -229,7 +231,9 @@ def _view_media(
     if tokenizer is None and any(name.endswith(IDS) for name in inputs):
         got = type(getattr(processor, "func", processor)).__name__
         raise InputError("processor", expected="one with a tokenizer, for the words that the model writes", got=got)
-    texts, tokens_of, calls = viewed_texts(model, prompt, inputs, tokenizer, 0 if logits is None else len(logits))
+    with mismatches_named(model, processor, prompt.inputs):
+        generated = 0 if logits is None else len(logits)
+        texts, tokens_of, calls = viewed_texts(model, prompt, inputs, tokenizer, generated)
     seen = view_of(
         model, texts, inputs, logits=logits, tokens_of=tokens_of, baselines=prompt.baselines, calls=calls, **shown
     )

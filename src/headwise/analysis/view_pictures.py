@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.patches import ElementPlaces, displayed_pictures, element_places, patches_of, pixel_places
+from headwise.analysis.mismatch import require_match
+from headwise.analysis.patches import (
+    ElementPlaces,
+    displayed_pictures,
+    element_places,
+    patches_of,
+    pixel_places,
+    require_places,
+)
 from headwise.analysis.token_sources import IDS, CallTokens, Place, TokenStream, token_sources
 from headwise.analysis.view_result import ViewedText
 from headwise.data.batches import device_of, is_encoder_decoder
@@ -68,6 +76,9 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
         )
     if not callable(processor):
         raise InputError("processor", expected="a processor of transformers", got=type(processor).__name__)
+    if hasattr(processor, "convert_ids_to_tokens"):
+        got = f"the tokenizer {type(processor).__name__}"
+        raise InputError("processor", expected="a processor that reads pictures", got=got)
     several = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
     pictures = tuple(_opened(each) for each in several)
     if not pictures:
@@ -91,6 +102,9 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
     if read != set(range(len(pictures))):
         got = f"{len(read)} of them" if read else "none of them"
         raise InputError("processor", expected=f"one that passes {len(pictures)} pictures to the model", got=got)
+    with errors_of("images", expected="pictures and a text that the processor reads"):
+        require_places(process, pictures, inputs, places)
+    require_match(model, processor, inputs)
     device = device_of(model)
     inputs, blank = ({name: value.to(device) for name, value in each.items()} for each in (inputs, blank))
     return PicturePrompt(inputs, places, pictures, {name: blank[name] for name in places})
@@ -156,6 +170,11 @@ def with_generated(
     if getattr(model.generation_config, "pad_token_id", None) is None:  # `generate` would warn
         ids = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
         options["pad_token_id"] = next((each for each in ids if each is not None), None)
+    mask, is_continued = inputs.get("attention_mask"), IDS in inputs and not is_encoder_decoder(model)
+    if is_continued and mask is not None and mask.shape == inputs[IDS].shape and not bool(mask[0, -1]):
+        remedy = 'set processor.tokenizer.padding_side = "left"'
+        got = "padding after it"
+        raise InputError("generate", expected="a prompt that ends with its last word", got=got, remedy=remedy)
     with errors_of("generate", expected="a model that generates these tokens"), torch.no_grad():
         result = model.generate(**inputs, max_new_tokens=count, **options)
     if len(result.sequences) != 1:
@@ -273,6 +292,10 @@ def _text_of(
     viewed_ids = None
     if ids is not None:  # patches are different tokens, although the model's ids of them are the same
         viewed_ids = torch.where(position_of >= 0, ids[position_of.clamp(min=0)], -1 - torch.arange(stream.size))[None]
+    mask = inputs.get("attention_mask") if ids_name == IDS else None
+    is_padding = None
+    if ids is not None and mask is not None and mask.shape == inputs[IDS].shape and not bool(mask.all()):
+        is_padding = (position_of >= 0) & (mask[0].cpu() == 0)[position_of.clamp(min=0)]
     if ids_name is None:
         name = prompt.kind if shown else "tokens"
     else:
@@ -289,6 +312,7 @@ def _text_of(
         displayed_pictures(prompt.pictures, shown, prompt.kind),
         tuple(patches) if shown else (),
         prompt.length if shown and prompt.kind == "sound" else None,
+        is_padding,
     )
 
 

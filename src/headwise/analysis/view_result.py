@@ -26,7 +26,7 @@ from headwise.plots.kinds import HeadNumbers, Kind, plot_kind, require_heads
 from headwise.plots.words import ViewedHead, draw_pattern, draw_word_lines
 from headwise.runs.rows import MeanEstimate
 from headwise.settings import FOCUS_KINDS
-from headwise.shapes import Float, Int
+from headwise.shapes import Bool, Float, Int
 from headwise.statistics.columns import column_named
 from headwise.wording import counted, number
 
@@ -101,6 +101,7 @@ class ViewedText:
         pictures: pictures of which tokens are patches.
         patches: the patch of each token; None for a token that is no part of a picture. Empty without pictures.
         seconds: length of the sound of which tokens are patches; None without a sound.
+        padding: True at tokens that are padding, whose attention does not count in statistics; None if there are none.
     """
 
     name: str
@@ -114,6 +115,7 @@ class ViewedText:
     pictures: tuple[page.Picture, ...] = ()
     patches: tuple[page.Patch | None, ...] = ()
     seconds: float | None = None
+    padding: Bool[Tensor, " tokens"] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -553,9 +553,16 @@ class Viewer(SiteRegistry):
             text, is_self = self._texts[keys.text], queries == keys
             rows = keys.tokens.rows
             special = torch.tensor([token.special for token in text.tokens])[rows]
+            real = []
+            for side, count in ((queries, grid.queries), (keys, grid.keys)):
+                padding = self._texts[side.text].padding
+                indices = torch.tensor(side.starts)[:, None] + torch.arange(count)
+                real.append(None if padding is None else ~padding[indices].to(grid.device))
             self._contexts[queries, keys, grid.device] = CallContext(
                 text.ids[0].cpu()[rows].to(grid.device) if is_self and text.ids is not None else None,
                 special.to(grid.device),
+                real_queries=real[0],
+                real_keys=real[1],
                 left_out=frozenset() if is_self else OF_COMMON_POSITIONS,
             )
         context = self._contexts[queries, keys, grid.device]
