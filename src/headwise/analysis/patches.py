@@ -259,10 +259,42 @@ def patches_of(
         )
         if min(width, height) < WHOLE and not has_gap:
             boxes[number] = int(pairs[1, index]), int(pairs[2, index]), Patch(0, left, top, width, height)
+    boxes = _joined(boxes)
     shown_of_part, shown = _shown_pictures(list(boxes.values()))
     for number, (of_picture, of_part, patch) in boxes.items():
         patches[number] = patch._replace(picture=shown_of_part[of_picture, of_part])
     return shown, patches
+
+
+def _joined(boxes: Mapping[int, tuple[int, int, Patch]]) -> dict[int, tuple[int, int, Patch]]:
+    """Return patches whose edges are moved to those of their neighbours. `boxes` are a picture, a part of it and a
+    patch, for each token. Edges that are closer than a tenth of the smallest patch differ by rounding, and become their
+    mean.
+    """
+    edges = {
+        number: [patch.left, patch.left + patch.width, patch.top, patch.top + patch.height]
+        for number, (*_, patch) in boxes.items()
+    }
+    parts: dict[tuple[int, int], list[int]] = {}
+    for number, (picture, part, _) in boxes.items():
+        parts.setdefault((picture, part), []).append(number)
+    for numbers in parts.values():
+        for axis in (0, 2):
+            smallest = min(edges[number][axis + 1] - edges[number][axis] for number in numbers)
+            places = [(number, side) for number in numbers for side in (axis, axis + 1)]
+            values = torch.tensor([edges[number][side] for number, side in places], dtype=torch.float64)
+            order = values.argsort(stable=True)
+            is_next = values[order].diff(prepend=values.new_full((1,), -1.0)) > smallest / 10
+            group = (is_next.cumsum(0) - 1)[order.argsort(stable=True)]
+            means = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values)
+            means /= torch.bincount(group)
+            for (number, side), mean in zip(places, means[group].tolist(), strict=True):
+                edges[number][side] = mean
+    return {
+        number: (picture, part, Patch(0, left, top, right - left, bottom - top))
+        for number, (picture, part, _) in boxes.items()
+        for left, right, top, bottom in [edges[number]]
+    }
 
 
 def _spacing(places: Float[Tensor, " elements"], picture: Int[Tensor, " elements"]) -> float:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headwise.data.batches import call_by_names
 from headwise.data.tokenization import input_embeddings
 from headwise.errors import InputError, errors_of
 from headwise.intercept.install import intercepted
@@ -336,7 +337,7 @@ class _Runs:
                 intercepted(self._model, _Probe(on_call)),
                 suppress(_Reached),
             ):
-                self._model(**inputs)
+                call_by_names(self._model, inputs)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -68,6 +68,11 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
         if not isinstance(images, Tensor) or images.ndim != 4 or len(images) != 1 or not images.is_floating_point():
             got = f"{tuple(images.shape)}, {images.dtype}" if isinstance(images, Tensor) else type(images).__name__
             raise InputError("images", expected="pixel values (1, channels, height, width) without processor", got=got)
+        parameters = inspect.signature(model.forward).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        if hasattr(model, "config") and "pixel_values" not in parameters and not takes_all:
+            got = f"{type(model).__name__}, which reads {', '.join(parameters)}"
+            raise InputError("model", expected="a model that reads pixel_values", got=got)
         of_pixels, picture = pixel_places(images)
         pixels = images.to(device_of(model))
         baseline = pixels.mean((2, 3), keepdim=True).expand_as(pixels)
