@@ -311,7 +311,7 @@ def test_models_that_read_no_sound_are_refused(whisper):
     sound, case = multimodal.sound(9000), multimodal.case("ViT")
     with pytest.raises(hw.InputError, match="^processor: expected a processor or feature extractor of .* that reads s"):
         hw.view(case.model, case.processor, audio=sound)
-    with pytest.raises(hw.InputError, match="^processor: expected a processor that returns pixel_values, which ViT.* reads, got WhisperProcessor"):
+    with pytest.raises(hw.InputError, match="^processor: expected a processor that returns pixel_values, which ViT"):
         hw.view(case.model, whisper.processor, audio=sound)
     with pytest.raises(
         hw.InputError, match="^model: expected a model that reads the output of WhisperProcessor, got L"
