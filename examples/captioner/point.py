@@ -258,7 +258,9 @@ def main() -> None:
             "pointing": roles,
             "maps": maps,
         }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        text = json.dumps(result, indent=1)
+        text = re.sub(r"\n {4,}|\n {3}(?=[\]}])", " ", text)  # one line per head
+        options.out.write_text(text + "\n")
 
 
 def processor_name() -> str:
