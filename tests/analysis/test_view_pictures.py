@@ -393,6 +393,26 @@ def test_an_output_that_the_model_does_not_take_is_named():
         hw.view(model, process, images=Image.new("RGB", (48, 48)))
 
 
+@pytest.mark.parametrize("name", ["PaliGemma", "Gemma 3", "Qwen2-VL", "Idefics3"])
+def test_generated_tokens_are_those_of_generate_and_are_viewed_as_they_were_generated(name):
+    case = multimodal.case(name)
+    picture = case.picture(case.sizes[0])
+    seen = hw.view(case.model, case.processor, case.prompt(1), images=picture, generate=3)
+    inputs = case.inputs(picture)
+    with torch.no_grad():
+        expected = case.model.generate(**inputs, max_new_tokens=3, do_sample=False)[0]
+    text = next(text for text in seen.texts if text.first_generated is not None)
+    length = inputs["input_ids"].shape[1]
+    assert text.ids[0, text.first_generated :].tolist() == expected[length:].tolist()
+    # The last token attends as it does in a step of generation, which reads the earlier tokens from a cache.
+    head = next(each for each in seen.heads if each.attention.queries == seen.texts.index(text))
+    with torch.no_grad(), hw.watch(case.model, detail=hw.WeightCapture(rows=[-1])) as heads:
+        case.model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    last = heads.details[head.module].rows[0, head.head, -1]
+    weights = head.attention.weights.weights[-1, -len(last) :]  # a cache of a window has the last keys alone
+    torch.testing.assert_close(weights, last, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["LLaVA", "Qwen2-VL", "Idefics3", "Gemma 3", "BLIP-2"])
 def test_padding_changes_neither_patches_nor_weights_nor_statistics(name, side):

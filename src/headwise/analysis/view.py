@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from headwise.analysis.mismatch import mismatches_named
 from headwise.analysis.token_sources import IDS, CallTokens, Place
-from headwise.analysis.view_pictures import picture_prompt, viewed_texts, with_generated
+from headwise.analysis.view_pictures import difference_of_logits, picture_prompt, viewed_texts, with_generated
 from headwise.analysis.view_result import View, ViewedRun, ViewedText, ViewSet
 from headwise.analysis.view_sounds import series_prompt, sound_prompt
-from headwise.analysis.viewer import DISAGREEMENT, Viewer
+from headwise.analysis.viewer import Viewer
 from headwise.checks import flag, require_module, whole_number
 from headwise.data.batches import call_by_names, device_of, evaluation_mode, is_encoder_decoder
 from headwise.data.texts import Texts
@@ -287,9 +287,8 @@ def view_of(
             output = call_by_names(model, inputs)
     if logits is not None and len(logits):
         # Attention while the tokens were generated must not have been different from what the view shows.
-        computed = output.logits[0, -1 - len(logits) : -1].float()
-        difference = float((computed - logits).abs().max() / logits.abs().max())
-        if not difference <= max(DISAGREEMENT, 8 * torch.finfo(output.logits.dtype).eps):
+        difference = difference_of_logits(logits, output.logits)
+        if difference:
             raise InputError(
                 "generate",
                 expected="a model whose logits in one call for all tokens equal those during generation",

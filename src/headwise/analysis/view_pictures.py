@@ -20,6 +20,7 @@ from headwise.analysis.patches import (
 )
 from headwise.analysis.token_sources import IDS, CallTokens, Place, TokenStream, token_sources
 from headwise.analysis.view_result import ViewedText
+from headwise.analysis.viewer import DISAGREEMENT
 from headwise.data.batches import device_of, is_encoder_decoder
 from headwise.data.tokenization import Token, Word, decoded_words
 from headwise.errors import InputError, errors_of, require
@@ -190,18 +191,37 @@ def with_generated(
         return {**inputs, f"decoder_{IDS}" if is_encoder_decoder(model) else IDS: sequence}, logits
     prompt = inputs[IDS]
     added = sequence[:, sequence.shape[1] - len(logits) :]
-    extended = dict(inputs)
-    for name, value in inputs.items():
-        if value.shape[:2] != prompt.shape or name.startswith("pixel"):
-            continue
-        if name == IDS:
-            new = added
-        elif name.endswith("mask"):
-            new = value[:, -1:].expand(-1, added.shape[1], *value.shape[2:])
-        else:
-            new = value.new_zeros(1, added.shape[1], *value.shape[2:])
-        extended[name] = torch.cat([value, new], 1)
-    return extended, logits
+    types = [name for name in inputs if name.endswith("type_ids")]
+
+    def continued(kind: int) -> dict[str, Tensor]:
+        """Return the arguments with new tokens of a type."""
+        extended = dict(inputs)
+        for name, value in inputs.items():
+            if value.shape[:2] != prompt.shape or name.startswith("pixel"):
+                continue
+            if name == IDS:
+                new = added
+            elif name.endswith("mask"):
+                new = value[:, -1:].expand(-1, added.shape[1], *value.shape[2:])
+            else:
+                new = value.new_full((1, added.shape[1], *value.shape[2:]), kind if name in types else 0)
+            extended[name] = torch.cat([value, new], 1)
+        return extended
+
+    # New tokens are of type 0 in Gemma 3, and of type 1 in PaliGemma, which reads tokens of type 0 in both directions.
+    with torch.no_grad():
+        kind = int(bool(types) and bool(difference_of_logits(logits, model(**continued(0)).logits)))
+    return continued(kind), logits
+
+
+def difference_of_logits(
+    logits: Float[Tensor, "generated vocabulary"], computed: Float[Tensor, "1 tokens vocabulary"]
+) -> float:
+    """Return the largest difference between the logits from which tokens were generated and those of a run with all
+    tokens, relative to the largest logit. Return 0 for a difference that may be rounding.
+    """
+    difference = float((computed[0, -1 - len(logits) : -1].float() - logits).abs().max() / logits.abs().max())
+    return 0.0 if difference <= max(DISAGREEMENT, 8 * torch.finfo(computed.dtype).eps) else difference
 
 
 def viewed_texts(

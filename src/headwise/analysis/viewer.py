@@ -377,8 +377,12 @@ Attention that computes something else than softmax of its scores does not.
 
 
 class ViewedRows(NamedTuple):
-    """Tokens of a text that are the queries or keys of an attention call: the index of the text, and for each sequence
-    of the call the index of its first token in the text. `length` is their number in each sequence.
+    """Queries or keys of an attention call, of which those of each sequence are neighbouring tokens of one text.
+
+    Attributes:
+        text: index of the text among those of the view.
+        starts: for each sequence of the call, such as a window of a picture, the index of its first token in the text.
+        length: number of tokens of each sequence.
     """
 
     text: int

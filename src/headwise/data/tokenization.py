@@ -178,8 +178,8 @@ def input_embeddings(model: Any) -> Any:
 
 
 def output_embeddings(model: Any) -> Any:
-    """Return the module that only turns a model's last hidden states into logits over the vocabulary. Return None if
-    the model's `get_output_embeddings` does not provide it, or returns an `nn.Embedding`, as FSMT's does.
+    """Return the output embeddings of a model, which turn its last hidden states into logits over the vocabulary.
+    Return None if the model has no `get_output_embeddings`, or if this returns an `nn.Embedding`, as FSMT's does.
     """
     try:
         module = model.get_output_embeddings()

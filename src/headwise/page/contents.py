@@ -197,7 +197,7 @@ class HeadAttention:
 
 @dataclass(frozen=True, eq=False)
 class RelevanceMap:
-    """Relevance of each token of one side for the prediction of one token, as one method computes it.
+    """Relevance of each token of a text of a page (a `Side`) for the prediction of one token, by one method.
 
     Attributes:
         method: name of the method, such as "gradient-weighted attention" or "occlusion".

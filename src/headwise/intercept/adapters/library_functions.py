@@ -87,9 +87,9 @@ def _searched_modules(engines: tuple[Engine, ...]) -> list[tuple[str, Engine]]:
 
 @cache
 def _search_of(engines: tuple[Engine, ...]) -> tuple[set[str], list[tuple[str, Engine]]]:
-    """Return the results so far of a search for `engines` (attention libraries) among loaded modules. They are the
-    names of modules that were read, and the modules that may define functions of an engine, each with its engine. At
-    first, both are empty.
+    """Return the set and the list in which a search for `engines` (attention libraries) among loaded modules keeps its
+    results. They are the names of the modules that were searched, and the modules that may define functions of an
+    engine, each with its engine. The first call returns empty ones, and later calls return the same objects.
     """
     return set(), []
 
