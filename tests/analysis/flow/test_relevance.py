@@ -654,8 +654,8 @@ def test_several_words_share_the_runs_with_occluded_patches():
     words = [index for index, each in enumerate(seen.texts[0].words) if each.lexical and index][-2:]
     together = relevance(model, seen, words, steps=0, batch_size=7)
     hook.remove()
-    # the complete input, two ends, the backward pass, the check of batches, 49 patches
-    assert sorted(calls) == [1, 1, 1, 1, 2] + [7] * 7
+    # the complete input, a change of each word, two ends, the backward pass, the check of batches, 49 patches
+    assert sorted(calls) == [1] * 6 + [2] + [7] * 7
     assert [each.word for each in together] == [seen.texts[0].words[index].text for index in words]
     for word, result in zip(words, together, strict=True):
         alone = relevance(model, seen, word, steps=0)
@@ -866,6 +866,13 @@ def test_unusable_arguments_are_refused():
         arguments = {"model": model, "seen": seen, "word": 3, "steps": 0} | changes
         with pytest.raises(InputError, match=message):
             relevance(**arguments)
+    encoder = {name: tiny.model("encoder", top=f"For{name}") for name in ("MaskedLM", "TokenClassification")}
+    encoder["regression"] = tiny.model("encoder", top="ForSequenceClassification", num_labels=1)
+    for kind, each in encoder.items():
+        seen = hw.view(each, tiny.tokenizer("encoder"), "w5 w6 w7")
+        got = r"logits of two or more classes, got 1 logits" if kind == "regression" else "predicts each token from"
+        with pytest.raises(InputError, match=f"model: expected .*{got}.*pass score="):
+            relevance(each, seen, None if kind == "regression" else "w6")
     decoder = tiny.model("decoder", top="ForCausalLM")
     seen = hw.view(decoder, tiny.tokenizer("decoder"), "w5 w6 w7 w6")
     assert relevance(decoder, seen, "w6", methods=[ATTENTION], steps=0).query == (0, 3)
@@ -903,6 +910,25 @@ def test_the_model_is_unchanged():
     assert model.training
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_words_of_a_prefix_that_is_read_in_both_directions_are_refused():
+    case = multimodal.case("PaliGemma")
+    seen = hw.view(case.model, case.processor, case.prompt(1), images=case.picture((60, 60)), generate=2)
+    word = int(seen.texts[0].word_of[seen.texts[0].first_generated])
+    assert relevance(case.model, seen, word, methods=[OCCLUSION], steps=0).query == (0, seen.texts[0].first_generated)
+    message = "model: expected a model that predicts each token from .*, got logits before 'w6' that change by .* with"
+    with pytest.raises(InputError, match=message):
+        relevance(case.model, seen, "w6")
+
+
+def test_the_classes_of_several_labels_are_independent():
+    model = tiny.model("encoder", top="ForSequenceClassification", num_labels=3).double()
+    model.config.problem_type = "multi_label_classification"
+    seen = hw.view(model, tiny.tokenizer("encoder"), "w5 w6 w7")
+    with torch.no_grad():
+        expected = model(**seen.run.inputs).logits[0, 1].sigmoid().log()
+    assert relevance(model, seen, 1, steps=0).score == pytest.approx(float(expected), abs=1e-10)
 
 
 MEMORY = """

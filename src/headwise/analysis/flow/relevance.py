@@ -28,6 +28,7 @@ from headwise.analysis.flow.layer_reader import IGNORED, LARGEST_LOSS
 from headwise.analysis.flow.rollout import residual_share
 from headwise.analysis.token_sources import CallTokens, Place, hooked_embeddings
 from headwise.analysis.view_result import View, word_indices
+from headwise.analysis.viewer import DISAGREEMENT
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
@@ -366,7 +367,7 @@ def relevance(
     modules = None if heads is None else [(seen.head(*pair).module, pair[1]) for pair in head_pairs("heads", heads)]
     with evaluation_mode(reader), torch.no_grad():
         scorer = _Scorer(reader, seen, batch_size)
-        scorer.predictions = [_prediction(reader, seen, scorer.output, each, score) for each in words]
+        scorer.predictions = [_prediction(scorer, each, score) for each in words]
         count, index = len(scorer.patches), scorer.patches
         generator = torch.Generator().manual_seed(seed)
         random_orders = [torch.randperm(count, generator=generator) for _ in range(orders)]
@@ -426,7 +427,7 @@ class _Prediction(NamedTuple):
     query: tuple[int, int] | None = None
 
 
-def _prediction(model: nn.Module, seen: View, output: Any, word: Any, score: Score | None) -> _Prediction:
+def _prediction(scorer: "_Scorer", word: Any, score: Score | None) -> _Prediction:
     """Return the prediction of a word of a text in the view, or of a class; or the prediction of a score."""
     if score is not None:
 
@@ -438,32 +439,53 @@ def _prediction(model: nn.Module, seen: View, output: Any, word: Any, score: Sco
             return number.reshape(())
 
         return _Prediction("score", checked, is_log_probability=False)
-    logits = getattr(output, "logits", None)
+    logits = getattr(scorer.output, "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or len(logits) != 1:
         got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else "none"
         expected = "logits (1, classes) or (1, tokens, vocabulary) of one example"
         raise InputError("model", expected=expected, got=got, remedy="pass score=")
 
-    def log_probabilities(output: Any) -> Tensor:
-        logits: Tensor = output.logits[0]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return _of_class(scorer, logits, word) if logits.ndim == 2 else _of_word(scorer, logits, word)
 
-    if logits.ndim == 2:
-        names: dict[int, str] = dict(getattr(getattr(model, "config", None), "id2label", None) or {})
-        number = int(logits.argmax()) if word is None else word
-        if isinstance(word, str):
-            found = [index for index, name in names.items() if name.casefold() == word.strip().casefold()]
-            if not found:
-                shown = ", ".join(list(names.values())[:20])
-                raise InputError("word", expected=f"a class ({shown}) or its number", got=repr(word))
-            number = found[0]
-        number = whole_number("word", number, least=0, most=logits.shape[1] - 1)
-        return _Prediction(names.get(number, f"class {number}"), lambda output: log_probabilities(output)[number])
-    assert seen.run is not None
-    name = "decoder_input_ids" if "decoder_input_ids" in seen.run.inputs else "input_ids"
+
+def _float(logits: Tensor) -> Tensor:
+    """Return logits in float32 at least."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _of_class(scorer: "_Scorer", logits: Float[Tensor, "1 classes"], word: Any) -> _Prediction:
+    """Return the prediction of a class by its name or number; None is the predicted one."""
+    config, count = getattr(scorer.model, "config", None), logits.shape[1]
+    labels = getattr(config, "num_labels", count)
+    if count < 2 or count != labels:
+        got = f"{count} logits" if count == labels else f"{count} logits for {labels} classes"
+        raise InputError("model", expected="logits of two or more classes", got=got, remedy="pass score=")
+    names: dict[int, str] = dict(getattr(config, "id2label", None) or {})
+    number = int(logits.argmax()) if word is None else word
+    if isinstance(word, str):
+        found = [index for index, name in names.items() if name.casefold() == word.strip().casefold()]
+        if not found:
+            shown = ", ".join(list(names.values())[:20])
+            raise InputError("word", expected=f"a class ({shown}) or its number", got=repr(word))
+        number = found[0]
+    number = whole_number("word", number, least=0, most=count - 1)
+    are_exclusive = getattr(config, "problem_type", None) != "multi_label_classification"
+
+    def of_class(output: Any) -> Tensor:
+        logits = _float(output.logits[0])
+        return (logits.log_softmax(-1) if are_exclusive else nn.functional.logsigmoid(logits))[number]
+
+    return _Prediction(names.get(number, f"class {number}"), of_class)
+
+
+def _of_word(scorer: "_Scorer", logits: Float[Tensor, "1 tokens vocabulary"], word: Any) -> _Prediction:
+    """Return the prediction of a word of the text of which the model predicts each next token."""
+    seen, model, run = scorer.seen, scorer.model, scorer.seen.run
+    assert run is not None
+    name = "decoder_input_ids" if "decoder_input_ids" in run.inputs else "input_ids"
     sides = [
         side
-        for side, tokens_of in enumerate(seen.run.tokens_of)
+        for side, tokens_of in enumerate(run.tokens_of)
         if name in tokens_of and logits.shape[1] == len(seen.texts[side].tokens)
     ]
     if len(sides) != 1:
@@ -479,9 +501,26 @@ def _prediction(model: nn.Module, seen: View, output: Any, word: Any, score: Sco
     if int(tokens[0]) == 0 or int(ids.min()) < 0:
         got = f"{text.words[index].text!r}"
         raise InputError("word", expected="a word that is predicted from tokens before it", got=got)
+    is_word = torch.isin(run.tokens_of[sides[0]][name], tokens).any(0).to(logits.device)
+
+    def changed(of: str, embedded: Tensor) -> Tensor:
+        return torch.where(is_word[:, None], -embedded, embedded) if of == name else embedded
+
+    with hooked_embeddings(model, scorer.inputs, changed):
+        others = call_by_names(model, scorer.inputs).logits
+    before = slice(0, int(tokens[0]))
+    difference = float((others - logits)[0, before].abs().max() / logits[0, before].abs().max())
+    can_generate: Any = getattr(model, "can_generate", None)
+    generates = can_generate is None or can_generate()
+    if not generates or not difference <= max(DISAGREEMENT, 8 * torch.finfo(logits.dtype).eps):
+        got = f"{type(model).__name__}, which does not generate text"
+        if generates:
+            got = f"logits before {text.words[index].text!r} that change by {difference:.1%} with this word"
+        expected = "a model that predicts each token from those before it alone"
+        raise InputError("model", expected=expected, got=got, remedy="pass score=")
 
     def of_word(output: Any) -> Tensor:
-        return log_probabilities(output)[tokens - 1, ids].sum()
+        return _float(output.logits[0])[tokens - 1].log_softmax(-1)[range(len(tokens)), ids].sum()
 
     return _Prediction(text.words[index].text, of_word, query=(sides[0], int(tokens[0])))
 
