@@ -267,7 +267,7 @@ class _Runs:
         for scale in (0.0, CONTRAST, -CONTRAST):
             tokens, leaves = self._tokens_at(place, is_key, {name: scale * each for name, each in noise.items()})
             size = len(tokens)
-            for name, elements in _tokens_by_element(tokens, leaves, generator).items():
+            for name, elements in tokens_by_element(tokens, leaves, generator).items():
                 if name not in self._parts:  # one element per token id
                     ids = prod(self._shapes[name])
                     found_ids = elements.view(len(elements), ids, elements.shape[1] // ids).amax(-1)
@@ -378,15 +378,18 @@ def _is_rescaled(values: Any, series: Tensor) -> bool:
     return bool((y - slope * x).abs().max() <= 1e-4 * y.abs().max()) and bool(y.any())
 
 
-def _tokens_by_element(
-    tokens: Float[Tensor, "tokens width"], leaves: Mapping[str, Tensor], generator: torch.Generator
+def tokens_by_element(
+    tokens: Float[Tensor, "tokens width"],
+    leaves: Mapping[str, Tensor],
+    generator: torch.Generator,
+    strides: tuple[int, ...] = (),
 ) -> dict[str, Int[Tensor, "rows elements"]]:
     """Return for each input the token that depends on each of its elements, or -1; in several rows where several tokens
     do.
 
     The gradient of a sum over tokens is compared with that of a sum in which each token is multiplied by a digit of its
     number. Where a single token depends on an element, the ratio of both gradients is this digit. If too many elements
-    have other ratios, the tokens are divided into groups of tokens that are further apart.
+    have other ratios, the tokens are divided into groups of tokens that are further apart, at the distances `strides`.
     """
     size, named = len(tokens), {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     nothing = {name: torch.full((0, leaf.numel()), -1) for name, leaf in named.items()}
@@ -405,7 +408,7 @@ def _tokens_by_element(
             for gradient, leaf in zip(found, inputs, strict=True)
         ]
 
-    for stride in (*(stride for stride in STRIDES if stride < size), size):
+    for stride in strides or (*(stride for stride in STRIDES if stride < size), size):
         result, elements, shared = dict(nothing), 0, 0
         for offset in range(stride):
             is_tested = torch.arange(size) % stride == offset

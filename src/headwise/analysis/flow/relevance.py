@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from headwise.analysis.flow.layer_reader import IGNORED, LARGEST_LOSS
 from headwise.analysis.flow.rollout import residual_share
-from headwise.analysis.token_sources import CallTokens, Place, hooked_embeddings
+from headwise.analysis.token_sources import CallTokens, Place, hooked_embeddings, tokens_by_element
 from headwise.analysis.view_result import View, word_indices
 from headwise.analysis.viewer import DISAGREEMENT
 from headwise.attention.autocast import without_autocast
@@ -305,7 +305,7 @@ def relevance(
     `residual` times the identity, for the queries of each call. **Attention** is the mean over heads of the weights of
     the query in the last layer, or of the chosen `heads`. Calls on which the score does not depend are left out of all
     maps. Where a token of one sequence becomes a token of another one without attention, as between a vision tower and
-    a language model, the row vector passes on to the tokens that depend on the same pixels.
+    a language model, the row vector passes on to the tokens that become it, as gradients show.
 
     **Occlusion** (Zeiler and Fergus 2014) is the score of the complete input minus the score with the patch, or a
     square of patches around it, replaced: pixels by those of a picture of the mean colour, a word by the mean embedding
@@ -1134,8 +1134,8 @@ def _links(
     """Return links, and for each text the earlier ones on whose head outputs its own depend by the graph of
     differentiation. A link is, for a pair of texts (later, earlier), the token of the later text that each token of the
     earlier one becomes without attention, such as in the projector between a vision tower and a language model; -1 for
-    none. It is the token that depends on the same elements of the inputs. There is a link where the later text depends
-    on the earlier one, but not by way of a third text or of cross-attention.
+    none. There is a link where the later text depends on the earlier one, but not by way of a third text or of
+    cross-attention.
     """
     assert seen.run is not None
     added: dict[int, list[Tensor]] = {}
@@ -1158,28 +1158,33 @@ def _links(
         attended = {read.keys for read in calls if read.queries == later} - {later}
         between = attended.union(*(depends[each] for each in sources | attended))
         for earlier in sources - between:
-            size = len(seen.texts[earlier].tokens)
-            link = _shared_tokens(seen.run.tokens_of[later], seen.run.tokens_of[earlier], size)
+            link = _link(calls, later, earlier, len(seen.texts[earlier].tokens))
             if bool((link >= 0).any()):
                 links[later, earlier] = link
     return links, depends
 
 
-def _shared_tokens(later: Mapping[str, Tensor], earlier: Mapping[str, Tensor], size: int) -> Int[Tensor, " tokens"]:
-    """Return the token of a later text that depends on most of the elements on which each token of an earlier text of
-    `size` tokens depends; -1 for none.
+def _link(calls: Sequence[_ReadCall], later: int, earlier: int, size: int) -> Int[Tensor, " tokens"]:
+    """Return the token of a later text that each of the `size` tokens of an earlier one becomes; -1 for none. It is the
+    token whose query in the first attention call of the later text (or key, if it has no queries) depends on the head
+    outputs of the token in the last call of the earlier text on which they depend.
     """
-    pairs = [
-        torch.stack([of_earlier[shared], of_later[shared]])
-        for name in later.keys() & earlier.keys()
-        for of_earlier in earlier[name]
-        for of_later in later[name]
-        if bool((shared := (of_earlier >= 0) & (of_later >= 0)).any())
-    ]
+    reading = [read for read in calls if read.queries == later] or [read for read in calls if read.keys == later]
     link = torch.full((size,), -1)
-    if pairs:
-        (tokens, targets), counts = torch.unique(torch.cat(pairs, 1), dim=1, return_counts=True)
-        order = counts.argsort(stable=True).tolist()
-        most = dict(zip(tokens[order].tolist(), targets[order].tolist(), strict=True))  # the last one of each token
-        link[list(most)] = torch.tensor(list(most.values()))
+    for read in (each for each in reading if each.call.site == reading[0].call.site and each.problem is not None):
+        assert read.problem is not None
+        is_query = read.queries == later
+        values, placed = (read.problem.q, read.query_tokens) if is_query else (read.problem.k, read.key_tokens)
+        values = values.transpose(1, 2).flatten(2).flatten(0, 1)
+        for before in reversed([each for each in calls if each.queries == earlier]):
+            leaves = {"added": before.added}
+            found = tokens_by_element(values, leaves, torch.Generator().manual_seed(0), strides=(1,))["added"]
+            if not len(found):
+                continue
+            # One token for each query, which is the same in all elements of its head outputs; -1 is no token.
+            by_query = found[0].view(before.added.shape).amax((1, 3)).cpu()
+            is_linked = by_query >= 0
+            link[before.query_tokens.cpu()[is_linked]] = placed.cpu().flatten()[by_query[is_linked]]
+            if before.call.index == 0:
+                break  # the calls before are of an earlier layer
     return link
