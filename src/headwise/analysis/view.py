@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise.analysis.mismatch import mismatches_named
 from headwise.analysis.token_sources import IDS, CallTokens, Place
 from headwise.analysis.view_pictures import difference_of_logits, picture_prompt, viewed_texts, with_generated
-from headwise.analysis.view_result import View, ViewedRun, ViewedText, ViewSet
+from headwise.analysis.view_result import View, ViewedRun, ViewedText, ViewSet, last_row
 from headwise.analysis.view_sounds import series_prompt, sound_prompt
 from headwise.analysis.viewer import Viewer
 from headwise.checks import flag, require_module, whole_number
@@ -304,7 +304,7 @@ def view_of(
     if viewer.left_out:
         kind = "pictures" if any(text.pictures for text in texts) else "text"
         warnings.warn(f"attention over something else than the {kind} was left out: {viewer.left_out}", stacklevel=4)
-    run = ViewedRun(dict(inputs), tuple(tokens_of), baselines or {}, viewer.calls)
+    run = ViewedRun(dict(inputs), tuple(tokens_of), baselines or {}, viewer.calls, last_row(output))
     return View(title, tuple(texts), heads, len(heads), identity_of(model), run)
 
 

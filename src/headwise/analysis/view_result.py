@@ -16,6 +16,7 @@ from headwise.analysis.roles import HALF, Role, page_roles, role_of
 from headwise.analysis.token_sources import CallTokens, Place
 from headwise.analysis.word_times import word_time_rows
 from headwise.checks import named_head, pair_of
+from headwise.data.batches import floating_tensors
 from headwise.data.tokenization import Token, Word, character_spans
 from headwise.errors import InputError, require
 from headwise.page import contents as page
@@ -388,12 +389,22 @@ class ViewedRun:
             of the input, or -1; in several rows where several tokens do. Token ids have one element each.
         baselines: for inputs with pictures, sound or numbers, what the model reads in place of an occluded part.
         calls: tokens of the queries and keys of each attention call. The streams are the texts.
+        last_row: numbers of the output by which a changed model is noticed; see `last_row`.
     """
 
     inputs: Mapping[str, Tensor]
     tokens_of: tuple[Mapping[str, Int[Tensor, "_ _"]], ...]
     baselines: Mapping[str, Tensor]
     calls: Mapping[Place, tuple[CallTokens, CallTokens]]
+    last_row: Float[Tensor, " numbers"] | None = None
+
+
+def last_row(output: Any) -> Float[Tensor, " numbers"] | None:
+    """Return the last row of the first floating-point tensor in the output of a model, such as the logits at the last
+    token; None if there is none.
+    """
+    tensors = [each for each in floating_tensors(output) if each.ndim and each.numel()]
+    return tensors[0].detach().reshape(-1, tensors[0].shape[-1])[-1].clone() if tensors else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -467,6 +468,7 @@ def test_a_model_whose_heads_are_not_weights_times_values_is_refused():
 
     model = Layers("sdpa", "sdpa")
     seen = hw.view(model, None, images=ten_tokens())
+    seen = replace(seen, run=replace(seen.run, last_row=None))  # by which the change would be noticed
     model.layers[1].__class__ = Noisy
     with pytest.raises(InputError, match=r"head outputs that are finite weights times values, got .* in layers\.1"):
         relevance(model, seen, score=score_of(2), methods=[GRADIENT], steps=0)
@@ -912,6 +914,33 @@ def test_the_model_is_unchanged():
     assert model.training
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_words_after_the_prediction_do_not_count():
+    model, tokenizer = tiny.model("decoder", top="ForCausalLM").double(), tiny.tokenizer("decoder")
+    text = " ".join(tiny.WORDS[:14])
+    long = relevance(model, hw.view(model, tokenizer, text), 9, steps=5, orders=3)
+    short = relevance(model, hw.view(model, tokenizer, " ".join(tiny.WORDS[:10])), 9, steps=5, orders=3)
+    assert long.patches == short.patches == tuple(range(9))
+    for one, other in zip(long.maps[:3], short.maps[:3], strict=True):
+        torch.testing.assert_close(one.values[:10], other.values, rtol=1e-9, atol=1e-12)
+        assert one.agreement is not None
+    with torch.no_grad():
+        unchanged = relevance(model, hw.view(model, tokenizer, text), 9, steps=5, orders=3, methods=[OCCLUSION])
+    assert unchanged.of(OCCLUSION).values[9:].abs().max() < 1e-12
+
+
+def test_a_model_that_was_changed_after_the_view_is_refused():
+    model, tokenizer = tiny.model("decoder", top="ForCausalLM"), tiny.tokenizer("decoder")
+    seen = hw.view(model, tokenizer, "w5 w6 w7")
+    torch.nn.init.normal_(model.lm_head.weight)
+    with pytest.raises(InputError, match="seen: expected a view of this model, got an output that differs"):
+        relevance(model, seen, "w7")
+    seen = hw.view(model, tokenizer, "w5 w6 w7")
+    with torch.inference_mode():
+        relevance(model, seen, "w7", steps=0)
+    with pytest.raises(InputError, match="score: expected a gradient that is not 0, got 0 at all heads; pass methods"):
+        relevance(model, seen, score=lambda output: output.logits.sum() * 0.0, methods=[GRADIENT], steps=0)
 
 
 def test_words_of_a_prefix_that_is_read_in_both_directions_are_refused():

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from headwise.analysis.flow.layer_reader import IGNORED, LARGEST_LOSS
 from headwise.analysis.flow.rollout import residual_share
 from headwise.analysis.token_sources import CallTokens, Place, hooked_embeddings, tokens_by_element
-from headwise.analysis.view_result import View, word_indices
+from headwise.analysis.view_result import View, last_row, word_indices
 from headwise.analysis.viewer import DISAGREEMENT
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.call_context import CallContext
@@ -140,7 +140,7 @@ class Relevance:
         baseline_score: its score with all patches replaced by the baseline.
         maps: one map per method.
         side: index of the text in the view whose tokens have the values.
-        patches: indices of the tokens that are patches or, in a text, words: those that are occluded.
+        patches: indices of the tokens that are patches or, in a text, words before the predicted one.
         query: text of the view, and token, to which the word is assigned on a page.
         left_out: paths of the attention modules through which no relevance passes, since it is unknown to which tokens
             they attend.
@@ -365,18 +365,22 @@ def relevance(
     if not words or (score is not None and words != [None]):
         raise InputError("word", expected="a word, or a score in its place", got="none" if not words else "both")
     modules = None if heads is None else [(seen.head(*pair).module, pair[1]) for pair in head_pairs("heads", heads)]
-    with evaluation_mode(reader), torch.no_grad():
+    with torch.inference_mode(False), evaluation_mode(reader), torch.no_grad():
         scorer = _Scorer(reader, seen, batch_size)
         scorer.predictions = [_prediction(scorer, each, score) for each in words]
         count, index = len(scorer.patches), scorer.patches
-        generator = torch.Generator().manual_seed(seed)
-        random_orders = [torch.randperm(count, generator=generator) for _ in range(orders)]
         ends = scorer(torch.tensor([[False] * count, [True] * count]))
         flow = None if chosen == [OCCLUSION] else _AttentionFlow(reader, scorer)
         effects = ends[0] - scorer(scorer.neighbours(neighbourhood)) if OCCLUSION in chosen else None
 
         def result_of(number: int) -> Relevance:
             maps: list[RelevantTokens] = []
+            word, query = scorer.predictions[number].word, scorer.predictions[number].query
+            # A word and what follows it have no effect on the prediction of this word, and say nothing about a map.
+            is_later = query is not None and query[0] == scorer.side
+            counted = (index < query[1]).nonzero()[:, 0] if is_later and query is not None else torch.arange(count)
+            generator = torch.Generator().manual_seed(seed)
+            random_orders = [counted[torch.randperm(len(counted), generator=generator)] for _ in range(orders)]
             for name in chosen:
                 if flow is None or name == OCCLUSION:
                     assert effects is not None
@@ -388,16 +392,16 @@ def relevance(
                     values = flow.passed(number, None if name == GRADIENT else residual)
                 agreement = curves = None
                 if effects is not None and name != OCCLUSION:
-                    agreement = spatial_spearman(values[index], effects[:, number], scorer.grid)
-                if steps:
-                    order = values[index].argsort(descending=True, stable=True)
-                    curves = _order_curves(scorer, number, order, random_orders, min(steps, count))
+                    of_map, of_effects = values[index[counted]], effects[counted, number]
+                    agreement = spatial_spearman(of_map, of_effects, scorer.grid[counted])
+                if steps and len(counted):
+                    order = counted[values[index[counted]].argsort(descending=True, stable=True)]
+                    curves = _order_curves(scorer, number, order, random_orders, min(steps, len(counted)))
                 maps.append(RelevantTokens(name, values, agreement, curves))
-            word, query = scorer.predictions[number].word, scorer.predictions[number].query
             if query is None:
                 query = (scorer.side, 0) if flow is None else flow.first_query(number)
             (complete, without), left_out = ends[:, number].tolist(), () if flow is None else flow.left_out
-            patches = tuple(index.tolist())
+            patches = tuple(index[counted].tolist())
             return Relevance(seen, word, complete, without, tuple(maps), scorer.side, patches, query, left_out)
 
         results = tuple(result_of(number) for number in range(len(words)))
@@ -656,6 +660,16 @@ class _Scorer:
             raise InputError("seen", expected="a view with patches or words to occlude", got=f"none in {text.name!r}")
         with errors_of("model", expected="a model that reads the inputs of the view"):
             self.output = call_by_names(model, self.inputs)
+        before, now = seen.run.last_row, last_row(self.output)
+        if before is None or not bool(before.isfinite().all()):
+            return
+        if now is not None and before.shape == now.shape:
+            difference = float((now - before).abs().max() / before.abs().max().clamp(min=1e-30))
+            if not difference <= max(DISAGREEMENT, 8 * torch.finfo(now.dtype).eps):
+                got = f"an output that differs from that of the view by {difference:.1%}"
+                raise InputError("seen", expected="a view of this model", got=got)
+        else:
+            raise InputError("seen", expected="a view of this model", got="one with an output of another size")
 
     @cached_property
     def grid(self) -> Float[Tensor, "patches 3"]:
@@ -762,10 +776,10 @@ def _order_curves(
     counts = torch.tensor([step * len(order) // steps for step in range(steps + 1)])
 
     def curves(order: Int[Tensor, " patches"]) -> Float[Tensor, "kinds steps"]:
-        rank = torch.empty_like(order)
-        rank[order] = torch.arange(len(order))
-        is_early = rank < counts[:, None]
-        scores = scorer(torch.cat([is_early, ~is_early]))[:, number]
+        is_early, is_late = torch.zeros(2, len(counts), len(scorer.patches), dtype=torch.bool)
+        is_early[:, order] = torch.arange(len(order)) < counts[:, None]
+        is_late[:, order] = ~is_early[:, order]
+        scores = scorer(torch.cat([is_early, is_late]))[:, number]
         return (scores.exp() if scorer.predictions[number].is_log_probability else scores).view(2, -1)
 
     deletion, insertion = curves(order)
@@ -1082,6 +1096,8 @@ class _AttentionFlow:
             last = max((place for place, _ in calls), default=None)
             chosen = [(read, list(range(read.call.grid.heads))) for place, read in calls if place == last]
         else:
+            if not heads:
+                raise InputError("heads", expected="at least one head", got="none")
             for module, head in heads:
                 if not any(read.call.site.label == module for _, read in calls):
                     expected = "heads with queries in the text of the word, whose keys lead to the patches"
@@ -1108,6 +1124,9 @@ class _AttentionFlow:
             assert gradient is not None
             rows[read.queries][read.query_tokens[gradient.abs().amax((1, 3)) > 0]] = 1.0
         total = sum(float(row.sum()) for row in rows)
+        if not total:
+            remedy = f"pass methods=[{OCCLUSION!r}]"
+            raise InputError("score", expected="a gradient that is not 0", got="0 at all heads", remedy=remedy)
         return [row / total for row in rows]
 
     def first_query(self, number: int) -> tuple[int, int]:
