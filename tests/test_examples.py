@@ -74,7 +74,6 @@ def test_the_captioner_is_trained_viewed_and_measured(tmp_path):
 
 
 def test_the_digits_are_trained(tmp_path):
-    pytest.importorskip("sklearn")
     run(EXAMPLES / "digits.py", "--out", tmp_path, "--steps", 2)
     model = transformers.ViTForImageClassification.from_pretrained(tmp_path).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)

@@ -34,6 +34,7 @@ import scenes
 import scipy
 import torch
 import transformers
+from statsmodels.stats.multitest import multipletests
 
 import headwise as hw
 from headwise.analysis.flow.relevance import mean_agreement
@@ -143,23 +144,14 @@ def summarise(entries: dict[int, list]) -> dict[str, np.ndarray]:
     return {"accuracy": np.stack(columns[0]), "any shape": np.stack(columns[1]), "chance": np.array(columns[2])}
 
 
-def holm(p_values: np.ndarray) -> np.ndarray:
-    """Return p-values corrected by Holm's method."""
-    flat = p_values.ravel()
-    order = flat.argsort()
-    corrected = np.maximum.accumulate(flat[order] * (flat.size - np.arange(flat.size))).clip(max=1)
-    result = np.empty_like(flat)
-    result[order] = corrected
-    return result.reshape(p_values.shape)
-
-
 def results_of_heads(chosen_on: dict[str, dict], tested_on: dict[str, dict], random: np.random.Generator) -> dict:
     """Return for each role the accuracy of every head, its interval and its corrected p-value, and the chosen head."""
     p_values = {}
     for role, values in tested_on.items():
         gains = values["accuracy"] - values["chance"][:, None, None]
         p_values[role] = scipy.stats.ttest_1samp(gains, 0, alternative="greater").pvalue
-    corrected = holm(np.nan_to_num(np.stack(list(p_values.values())), nan=1.0))
+    stacked = np.nan_to_num(np.stack(list(p_values.values())), nan=1.0)
+    corrected = multipletests(stacked.ravel(), method="holm")[1].reshape(stacked.shape)
     roles = {}
     for (role, values), p_holm in zip(tested_on.items(), corrected, strict=True):
         rows = []

@@ -48,9 +48,9 @@ def require_match(model: nn.Module, processor: Any, inputs: Mapping[str, Tensor]
             raise InputError("processor", expected=expected, got=f"{own} with the token id {outside[-1]}")
     token = _image_token(model)
     if token is not None and not bool((ids == token).any()):
-        written = getattr(_own(processor), "image_token_id", None)
+        written = getattr(without_options(processor), "image_token_id", None)
         if written == token:
-            shown = getattr(_own(processor), "image_token", f"the token {token}")
+            shown = getattr(without_options(processor), "image_token", f"the token {token}")
             expected = f"a text with {shown}, at whose place {name} reads a picture"
             raise InputError("text", expected=expected, got="a text without it")
         expected = f"the processor of {name}, whose token for a picture has the id {token}"
@@ -88,7 +88,7 @@ def _mismatch(model: nn.Module, processor: Any, inputs: Mapping[str, Tensor]) ->
         and (each.default is each.empty or each.name == main)
     ]
     if missing:
-        if missing == [IDS] and getattr(_own(processor), "tokenizer", None) is not None:
+        if missing == [IDS] and getattr(without_options(processor), "tokenizer", None) is not None:
             return InputError("text", expected=f"a text, which {name} reads with the pictures", got=None)
         expected = f"a processor that returns {' and '.join(missing)}, which {name} reads"
         return InputError("processor", expected=expected, got=f"{own} with {', '.join(inputs) or 'nothing'}")
@@ -99,7 +99,9 @@ def _mismatch(model: nn.Module, processor: Any, inputs: Mapping[str, Tensor]) ->
             expected = f"the processor of {name}, which has {features} features for these pictures"
             return InputError("processor", expected=expected, got=f"{own} with {tokens} tokens for them")
     registered = _registered(model)
-    if registered is not None and registered not in [each.__name__ for each in type(_own(processor)).__mro__]:
+    if registered is not None and registered not in [
+        each.__name__ for each in type(without_options(processor)).__mro__
+    ]:
         return InputError("processor", expected=f"{registered}, the processor of {name}", got=own)
     unread = [each for each in inputs if each not in parameters]
     if unread and any(each in parameters for each in inputs):
@@ -108,14 +110,14 @@ def _mismatch(model: nn.Module, processor: Any, inputs: Mapping[str, Tensor]) ->
     return None
 
 
-def _own(processor: Any) -> Any:
-    """Return a processor without options that are bound to it."""
+def without_options(processor: Any) -> Any:
+    """Return a processor without the options that `functools.partial` binds to it."""
     return getattr(processor, "func", processor)
 
 
 def _name_of(processor: Any) -> str:
     """Return the name of the class of a processor, or that of a function."""
-    own = _own(processor)
+    own = without_options(processor)
     return getattr(own, "__name__", type(own).__name__)
 
 

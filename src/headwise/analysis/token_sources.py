@@ -346,20 +346,25 @@ class _Runs:
 @contextmanager
 def hooked_embeddings(
     model: nn.Module, inputs: Mapping[str, Any], change: Callable[[str, Tensor], Tensor]
-) -> Iterator[None]:
+) -> Iterator[set[str]]:
     """Replace the embeddings of the token ids among the inputs of a model while it runs. `change` is a function from
-    the name of the input and its embeddings to the embeddings that take their place.
+    the name of the input and its embeddings to the embeddings that take their place. The context is the set of the
+    inputs whose embeddings were replaced, by name.
     """
+    replaced: set[str] = set()
 
     def on_embedding(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
         ids = arguments[0] if arguments else None
         name = _ids_among(inputs, ids, is_main=module is input_embeddings(model))
-        return change(name, output) if name is not None and isinstance(output, Tensor) else output
+        if name is None or not isinstance(output, Tensor):
+            return output
+        replaced.add(name)
+        return change(name, output)
 
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     hooks = [module.register_forward_hook(on_embedding) for module in tables]
     try:
-        yield
+        yield replaced
     finally:
         for hook in hooks:
             hook.remove()

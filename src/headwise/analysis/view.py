@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.mismatch import mismatches_named
+from headwise.analysis.mismatch import mismatches_named, without_options
 from headwise.analysis.token_sources import IDS, CallTokens, Place
 from headwise.analysis.view_pictures import difference_of_logits, picture_prompt, viewed_texts, with_generated
 from headwise.analysis.view_result import View, ViewedRun, ViewedText, ViewSet, last_row
@@ -214,8 +214,7 @@ def _view_media(
     `view`; `shown` are the last arguments of `view_of`.
     """
     require_module(model)
-    # `functools.partial` binds options of a processor, which is its attribute `func`.
-    tokenizer = getattr(getattr(processor, "func", processor), "tokenizer", None)
+    tokenizer = getattr(without_options(processor), "tokenizer", None)
     read = {"images": picture_prompt, "audio": sound_prompt, "series": series_prompt}[argument]
     prompt = read(model, processor, text, medium)
     inputs, logits = prompt.inputs, None
@@ -229,7 +228,7 @@ def _view_media(
         if start is not None:
             inputs = {**inputs, "decoder_input_ids": torch.tensor([[start]], device=device_of(model))}
     if tokenizer is None and any(name.endswith(IDS) for name in inputs):
-        got = type(getattr(processor, "func", processor)).__name__
+        got = type(without_options(processor)).__name__
         raise InputError("processor", expected="one with a tokenizer, for the words that the model writes", got=got)
     with mismatches_named(model, processor, prompt.inputs):
         generated = 0 if logits is None else len(logits)

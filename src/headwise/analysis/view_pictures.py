@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.mismatch import require_match
+from headwise.analysis.mismatch import require_match, without_options
 from headwise.analysis.patches import (
     ElementPlaces,
     displayed_pictures,
@@ -91,7 +91,7 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
         raise InputError("images", expected="at least one picture", got="an empty list")
     options: dict[str, Any] = {}
     if text is not None:
-        options = _with_picture_tokens(getattr(processor, "func", processor), text, len(pictures))
+        options = _with_picture_tokens(without_options(processor), text, len(pictures))
 
     def process(changed: Sequence[Any]) -> dict[str, Tensor]:
         return model_inputs(model, processor(images=list(changed), return_tensors="pt", **options))

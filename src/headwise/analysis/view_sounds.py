@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headwise.analysis.mismatch import without_options
 from headwise.analysis.patches import ElementPlaces
 from headwise.analysis.view_pictures import PicturePrompt, model_inputs
 from headwise.data.batches import device_of
@@ -54,7 +55,7 @@ def sound_prompt(model: nn.Module, processor: Any, text: str | None, audio: Any)
         InputError: the sound cannot be read, or has another rate; the processor does not read it, or drops its end.
         MissingExtra: Pillow, which draws the spectrogram, is not installed.
     """
-    reader = getattr(processor, "func", processor)
+    reader = without_options(processor)
     extractor = getattr(reader, "feature_extractor", reader)
     rate = getattr(extractor, "sampling_rate", None)
     if not callable(processor) or not isinstance(rate, int):

@@ -930,6 +930,23 @@ def test_words_after_the_prediction_do_not_count():
     assert unchanged.of(OCCLUSION).values[9:].abs().max() < 1e-12
 
 
+def test_token_ids_without_an_embedding_table_are_refused():
+    class Lookup(torch.nn.Module):
+        """Llama that takes the rows of its embedding table by indexing."""
+
+        def __init__(self):
+            super().__init__()
+            self.llama = tiny.model("decoder", top="ForCausalLM")
+
+        def forward(self, input_ids):
+            return self.llama(inputs_embeds=self.llama.get_input_embeddings().weight[input_ids])
+
+    model = Lookup().eval()
+    seen = hw.view(model, tiny.tokenizer("decoder"), "w5 w6 w7")
+    with pytest.raises(InputError, match="model: expected an nn.Embedding that reads input_ids, got none"):
+        relevance(model, seen, "w7", steps=0)
+
+
 def test_a_model_that_was_changed_after_the_view_is_refused():
     model, tokenizer = tiny.model("decoder", top="ForCausalLM"), tiny.tokenizer("decoder")
     seen = hw.view(model, tokenizer, "w5 w6 w7")

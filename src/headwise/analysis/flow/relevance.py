@@ -510,8 +510,9 @@ def _of_word(scorer: "_Scorer", logits: Float[Tensor, "1 tokens vocabulary"], wo
     def changed(of: str, embedded: Tensor) -> Tensor:
         return torch.where(is_word[:, None], -embedded, embedded) if of == name else embedded
 
-    with hooked_embeddings(model, scorer.inputs, changed):
+    with hooked_embeddings(model, scorer.inputs, changed) as replaced:
         others = call_by_names(model, scorer.inputs).logits
+    _require_embeddings({name} - replaced)
     before = slice(0, int(tokens[0]))
     difference = float((others - logits)[0, before].abs().max() / logits[0, before].abs().max())
     can_generate: Any = getattr(model, "can_generate", None)
@@ -535,8 +536,8 @@ def spatial_spearman(
     """Return the Spearman correlation of two maps over patches, and the limits of its 95 % confidence interval.
 
     Values of neighbouring patches are correlated, so n patches are fewer than n independent observations. The interval
-    uses the effective number of observations 1 + 1 / v (Clifford, Richardson and Hémon 1989),
-    with v the variance of the correlation of two independent maps with these autocorrelations,
+    uses the effective number of observations 1 + 1 / v (Clifford, Richardson and Hémon 1989), with v the variance of
+    the correlation of two independent maps with these autocorrelations,
 
         v = sum over distances d of N_d c_x(d) c_y(d) / n^2
 
@@ -587,7 +588,7 @@ def mean_agreement(results: Collection[Relevance], method: str) -> Estimate:
     confidence interval by Student's t-distribution over examples. Examples without a correlation are left out. The
     limits are NaN for fewer than two.
 
-        results = [relevance(model, patches, [target])[0] for patches, target in examples]
+        results = [relevance(model, seen, word) for seen, word in examples]
         mean_agreement(results, "attention")
 
     Args:
@@ -614,6 +615,13 @@ def _mean_interval(values: Float[Tensor, " samples"]) -> Estimate:
         return mean, math.nan, math.nan
     width = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * float(values.std()) / math.sqrt(count)
     return mean, mean - width, mean + width
+
+
+def _require_embeddings(names: Collection[str]) -> None:
+    """Raise `InputError` if there are inputs, by name, whose embeddings were to be replaced, but were not found."""
+    if names:
+        expected = f"an nn.Embedding that reads {', '.join(sorted(names))}"
+        raise InputError("model", expected=expected, got="none", remedy="pass a model that looks its tokens up in one")
 
 
 class _Scorer:
@@ -754,8 +762,9 @@ class _Scorer:
             mean = embedded[:1, is_word.to(embedded.device)].mean(1, keepdim=True)
             return torch.where(is_hidden.to(embedded.device)[..., None], mean, embedded)
 
-        with hooked_embeddings(self.model, batch, occluded):
+        with hooked_embeddings(self.model, batch, occluded) as replaced:
             output = call_by_names(self.model, batch)
+        _require_embeddings(of_ids.keys() - replaced)
 
         def of_example(index: int) -> Any:
             def part(tensor: Tensor) -> Tensor:
