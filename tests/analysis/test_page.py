@@ -85,6 +85,7 @@ def test_results_that_do_not_fit_are_named(encoder, texts, tmp_path):
     for results, options, message in (
         ([], {}, "^results: expected at least one view or table of heads, got none"),
         ([3], {}, "^results: expected views, profiles, .* got int"),
+        ([[decoder]], {}, "^results: expected views, .* got list; unpack it"),
         ([profile, profile], {}, "^results: expected one table of each kind, got profile, profile"),
         (
             [seen, fewer],

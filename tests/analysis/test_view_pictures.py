@@ -337,6 +337,23 @@ def test_a_processor_whose_output_depends_on_colours_is_refused():
         hw.view(vit(), process, images=Image.new("RGB", (48, 48), (200, 0, 0)))
 
 
+def test_inference_mode_changes_no_view():
+    case = multimodal.case("LLaVA")
+    arguments = {"text": case.prompt(1), "images": case.picture(case.sizes[0])}
+    expected = hw.view(case.model, case.processor, **arguments)
+    with torch.inference_mode():
+        seen = hw.view(case.model, case.processor, **arguments)
+    assert seen.texts[0].patches == expected.texts[0].patches
+    assert seen.table().equals(expected.table())
+
+
+def test_weights_without_gradients_are_refused():
+    with torch.inference_mode():
+        model = vit()
+    with pytest.raises(hw.InputError, match="^model: expected weights with which gradients .*inference_mode$"):
+        hw.view(model, images=torch.rand(1, 3, 48, 48))
+
+
 def test_pictures_are_not_truncated():
     with pytest.raises(hw.InputError, match="^truncate: expected False with pictures, got True"):
         hw.view(vit(), None, images=torch.rand(1, 3, 48, 48), truncate=True)

@@ -122,7 +122,7 @@ def test_a_model_without_the_head_is_refused_in_one_sentence(lm_head, minilm, ca
 
 def test_a_kind_of_head_that_the_architecture_lacks_is_refused(tmp_path):
     tiny.save(tmp_path, "decoder", top="ForCausalLM")
-    end = "a llama model, for which transformers has no such head$"
+    end = "a llama model, for which transformers has no such head; hw.load.* loads the head that it was saved with$"
     with pytest.raises(
         hw.InputError, match=f"^model: expected a model with a masked language-model head, got .*, {end}"
     ):

@@ -187,7 +187,8 @@ class _ModelResults:
                 tables.append(result.columns())
             elif not isinstance(result, Relevance):
                 expected = "views, profiles, ablations, importance scores, maps of relevance or watched heads"
-                raise InputError("results", expected=expected, got=type(result).__name__)
+                remedy = "unpack it: write_page(path, *results)" if isinstance(result, list | tuple) else None
+                raise InputError("results", expected=expected, got=type(result).__name__, remedy=remedy)
         identities = [(f"the view of {view.title}", view.identity) for view in self.views]
         identities += [(f"the {each.source} of {each.model}", each.identity) for each in tables]
         known = [(name, identity) for name, identity in identities if identity is not None]

@@ -121,6 +121,9 @@ def token_sources(
     Raises:
         InputError: the tokens depend on the inputs in another way in each call, as in a model that masks at random.
     """
+    if any(each.is_inference() for each in (*model.parameters(), *model.buffers())):
+        got = "some that were made in torch.inference_mode"
+        raise InputError("model", expected="weights with which gradients can be computed", got=got)
     generator = torch.Generator().manual_seed(0)
     runs = _Runs(model, inputs, parts)
     before, again = runs.features(), runs.features()

@@ -167,7 +167,8 @@ def view(
             if truncate:
                 what = "pictures" if images is not None else named[0]
                 raise InputError("truncate", expected=f"False with {what}", got=True)
-            return _view_media(model, processor, text, named[0], medium, target, generate, shown)
+            with torch.inference_mode(False):  # patches are derived from gradients
+                return _view_media(model, processor, text, named[0], medium, target, generate, shown)
         tokenizer = getattr(processor, "tokenizer", processor)
         reader = text_model(model) if hasattr(model, "config") or not isinstance(model, nn.Module) else model
         encoded = encode_text(reader, tokenizer, text, truncate)

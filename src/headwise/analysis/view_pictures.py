@@ -165,7 +165,7 @@ def with_generated(
     which the model reads the prompt and the generated tokens, and the logits from which each of them was chosen.
     """
     if not (hasattr(model, "can_generate") and model.can_generate()):
-        remedy = 'load it with a language-model head, as hw.load(name, "causal") does'
+        remedy = 'load it with its language-model head, as hw.load(name, "causal") or hw.load(name, "saved") does'
         raise InputError("model", expected="a model that generates text", got=type(model).__name__, remedy=remedy)
     options: dict[str, Any] = {
         "do_sample": False,

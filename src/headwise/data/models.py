@@ -176,7 +176,8 @@ class ModelSource:
             config = self.config()
             if type(config) not in getattr(transformers, name)._model_mapping:
                 kind = f"a {config.model_type} model"
-                raise self._lacks_head(lm_head, f"{kind}, for which transformers has no such head")
+                remedy = f"hw.load({self.name!r}, {SAVED!r}) loads the head that it was saved with"
+                raise self._lacks_head(lm_head, f"{kind}, for which transformers has no such head", remedy)
         types: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         # Mismatched sizes are in the report, and in the error of `transformers` they are not.
         options = types | {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -196,12 +197,11 @@ class ModelSource:
         loaded: nn.Module = model.eval()
         return loaded
 
-    def _lacks_head(self, lm_head: str | None, reason: str) -> InputError:
-        """Return the `InputError` for a model that lacks a language-model head of the kind `lm_head`; `reason` is a
-        clause of its message.
+    def _lacks_head(self, lm_head: str | None, reason: str, remedy: str | None) -> InputError:
+        """Return the `InputError` for a model that lacks a language-model head of the kind `lm_head`; `reason` and
+        `remedy` are clauses of its message.
         """
         expected = f"a model with a {lm_head} language-model head"
-        remedy = "smollm2 is such a model" if lm_head == "causal" else None
         return InputError("model", expected=expected, got=f"{self.name!r}, {reason}", remedy=remedy)
 
     def _require_all_weights(self, report: Mapping[str, Any], lm_head: str | None, body: str) -> None:
@@ -217,7 +217,8 @@ class ModelSource:
             raise InputError("model", expected=f"{parameter} of shape {tuple(expected)}", got=got)
         missing = sorted(key for key in report["missing_keys"] if not (lm_head != SAVED and "pooler" in key))
         if missing and lm_head not in (None, SAVED) and not any(key.startswith(body) for key in missing):
-            raise self._lacks_head(lm_head, f"which was saved without one ({missing[0]} is missing)")
+            remedy = "smollm2 is such a model" if lm_head == "causal" else None
+            raise self._lacks_head(lm_head, f"which was saved without one ({missing[0]} is missing)", remedy)
         if missing:
             got = f"none for {missing[0]} ({len(missing)} are missing) in {self.name!r}"
             raise InputError("model", expected="all of the model's weights", got=got)

@@ -677,7 +677,8 @@ class _Scorer:
                 got = f"an output that differs from that of the view by {difference:.1%}"
                 raise InputError("seen", expected="a view of this model", got=got)
         else:
-            raise InputError("seen", expected="a view of this model", got="one with an output of another size")
+            got = f"one of a module other than {type(model).__name__}, with an output of another size"
+            raise InputError("seen", expected="a view of this model", got=got, remedy="pass the module that was viewed")
 
     @cached_property
     def grid(self) -> Float[Tensor, "patches 3"]:
