@@ -4,13 +4,14 @@ The sources are derived from gradients. While the outputs of all heads are zero,
 of the model. A token then depends only on what it stands for: on the pixels of its patch, or on one token id.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.data.batches import call_by_names
@@ -18,7 +19,7 @@ from headwise.data.tokenization import input_embeddings
 from headwise.errors import InputError, errors_of
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, Interceptor, SiteKey
-from headwise.intercept.trace.tokens import NumberedTokens
+from headwise.intercept.trace.tokens import LinearMapCall, NumberedTokens
 from headwise.shapes import Bool, Float, Int
 
 CONTRAST = 10.0
@@ -101,7 +102,10 @@ class TokenSources:
 
 
 def token_sources(
-    model: nn.Module, inputs: Mapping[str, Any], parts: Mapping[str, Bool[Tensor, " elements"]]
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    parts: Mapping[str, Bool[Tensor, " elements"]],
+    embeddings: Mapping[str, str] | None = None,
 ) -> TokenSources:
     """Return the elements of the inputs of a model on which each token depends, at every attention call.
 
@@ -117,6 +121,8 @@ def token_sources(
             elements, such as padding, are not changed. Token ids are found by their embeddings. If a module subtracts a
             mean of a time series and divides it by a scale, so that all tokens depend on all of it, its output is
             changed in place of the series.
+        embeddings: inputs that are embeddings or encodings of token ids, one per token. Their names are the values, and
+            the keys are the names under which the result has the token ids.
 
     Raises:
         InputError: the tokens depend on the inputs in another way in each call, as in a model that masks at random.
@@ -125,7 +131,7 @@ def token_sources(
         got = "some that were made in torch.inference_mode"
         raise InputError("model", expected="weights with which gradients can be computed", got=got)
     generator = torch.Generator().manual_seed(0)
-    runs = _Runs(model, inputs, parts)
+    runs = _Runs(model, inputs, parts, embeddings or {})
     before, again = runs.features(), runs.features()
     if any(bool(_changed(features, again.get(side)).any()) for side, features in before.items()):
         got = "other tokens in a second call, as of a model that masks patches at random"
@@ -201,8 +207,10 @@ class _Runs:
         unknown: for attention calls whose tokens are unknown, the reason.
     """
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], parts: Mapping[str, Tensor]) -> None:
-        self._model, self._inputs, self._parts = model, inputs, parts
+    def __init__(
+        self, model: nn.Module, inputs: Mapping[str, Any], parts: Mapping[str, Tensor], embeddings: Mapping[str, str]
+    ) -> None:
+        self._model, self._inputs, self._parts, self._embeddings = model, inputs, parts, embeddings
         self.rows: dict[tuple[Place, bool], Tensor] = {}
         self.unknown: dict[Place, str] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -320,6 +328,8 @@ class _Runs:
         def of_ids(name: str, embedded: Tensor) -> Tensor:
             self._shapes[name] = embedded.shape[:-1]
             return media(name, embedded)
+
+        inputs |= {name: of_ids(ids_name, inputs[name]) for ids_name, name in self._embeddings.items()}
 
         def on_module(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
             values = output[0] if isinstance(output, tuple) and output else output
@@ -475,33 +485,47 @@ def _tokens_of_call(call: Call) -> list[tuple[Float[Tensor, "_ _"], Int[Tensor, 
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
     ]
 
-    def rows_of(numbered: NumberedTokens | None, count: int) -> tuple[int, Tensor]:
+    def rows_of(numbered: NumberedTokens | None, count: int) -> tuple[Sequence[LinearMapCall], Tensor]:
+        """Return the linear maps that computed the tokens, and the index of each query or key among their results."""
         if numbered is None or not bool((numbered.numbers > 0).all()) or numbered.are_sums:
-            return grid.batch * count, torch.arange(grid.batch * count).view(grid.batch, count)
-        numbers = numbered.numbers.cpu().reshape(grid.batch, -1, count) - 1
-        return prod(numbered.linear_map.shape), numbers[:, 0]
+            unknown = LinearMapCall((grid.batch, count))
+            return unknown.parts, torch.arange(grid.batch * count).view(grid.batch, count)
+        return numbered.linear_map.parts, (numbered.numbers.cpu().reshape(grid.batch, -1, count) - 1)[:, 0]
 
-    def tokens_among(tensors: list[Tensor], size: int) -> Tensor | None:
-        for tensor in tensors:
-            is_mask = tensor.ndim == 4 and tensor.shape[-2:] == (grid.queries, grid.keys)
-            if tensor.numel() == size * tensor.shape[-1] and not is_mask:
-                return tensor
-        return None
+    def tokens_among(tensors: list[Tensor], maps: Sequence[LinearMapCall]) -> list[Tensor]:
+        """Return the tensor with the tokens of each linear map; nothing if one of them is unknown."""
+        chosen = []
+        for each in maps:
+            fitting = [
+                tensor
+                for tensor in tensors
+                if tensor.numel() == each.size * tensor.shape[-1]
+                and not (tensor.ndim == 4 and tensor.shape[-2:] == (grid.queries, grid.keys))  # a mask
+            ]
+            mapped = [tensor for tensor in fitting if each.maps(tensor)]
+            is_only = sum(other.size == each.size for other in maps) == 1
+            chosen += mapped[:1] or (fitting[:1] if is_only else [])
+        return chosen if len(chosen) == len(maps) else []
 
-    size, rows = rows_of(None if compared is None else compared.queries, grid.queries)
-    queries = tokens_among(received, size)
-    if queries is None:
+    def joined(tensors: list[Tensor]) -> Tensor:
+        """Return the tokens of tensors that the module concatenates; additional features are zeros."""
+        width = max(each.shape[-1] for each in tensors)
+        return torch.cat([F.pad(each.flatten(0, -2), (0, width - each.shape[-1])) for each in tensors])
+
+    maps, rows = rows_of(None if compared is None else compared.queries, grid.queries)
+    queries = tokens_among(received, maps)
+    if not queries:
         return None
-    sides = [(queries.reshape(size, -1), rows)]
-    key_size, key_rows = rows_of(None if compared is None else compared.keys, grid.keys)
+    sides = [(joined(queries), rows)]
+    key_maps, key_rows = rows_of(None if compared is None else compared.keys, grid.keys)
     if call.site.cross:
-        keys = tokens_among([each for each in received if each is not queries], key_size)
-        if keys is None:
+        keys = tokens_among([each for each in received if all(each is not other for other in queries)], key_maps)
+        if not keys:
             return None
-        sides.append((keys.reshape(key_size, -1), key_rows))
-    elif key_size != size or not torch.equal(key_rows, rows):
-        if key_size != size:
-            return None
+        sides.append((joined(keys), key_rows))
+    elif [each.size for each in key_maps] != [each.size for each in maps]:
+        return None
+    elif not torch.equal(key_rows, rows):
         sides.append((sides[0][0], key_rows))
     return sides
 

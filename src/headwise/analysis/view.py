@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.mismatch import mismatches_named, without_options
 from headwise.analysis.token_sources import IDS, CallTokens, Place
+from headwise.analysis.view_diffusion import DiffusionStep, diffusion_steps, is_pipeline
 from headwise.analysis.view_pictures import difference_of_logits, picture_prompt, viewed_texts, with_generated
 from headwise.analysis.view_result import View, ViewedRun, ViewedText, ViewSet, last_row
 from headwise.analysis.view_sounds import series_prompt, sound_prompt
@@ -187,6 +188,14 @@ def view(
             texts = [replace(seen, name="source"), decoded] if is_encoder_decoder(model) else [decoded]
         return view_of(reader, texts, inputs, logits=logits, **shown)
 
+    if is_pipeline(processor):
+        if named or target is not None or not isinstance(text, str):
+            got = f"{named[0] if named else 'target'}" if named or target is not None else type(text).__name__
+            raise InputError("text", expected="one text alone for a diffusion pipeline", got=got)
+        require_module(model)
+        with torch.inference_mode(False):
+            steps, count = diffusion_steps(model, processor, text, generate)
+            return ViewSet(tuple(_view_step(model, processor, text, step, count, shown) for step in steps))
     if isinstance(text, str) or text is None or not isinstance(text, Sequence):
         return view_one(text, media[named[0]] if named else None, target)
     if not text:
@@ -245,6 +254,18 @@ def _view_media(
     named = getattr(getattr(model, "generation_config", None), "alignment_heads", None) or ()
     followed = tuple((layers[layer], head) for layer, head in named if layer < len(layers))
     return replace(seen, alignment_heads=followed)
+
+
+def _view_step(
+    model: nn.Module, pipeline: Any, text: str, step: DiffusionStep, count: int, shown: dict[str, Any]
+) -> View:
+    """Return the attention of each head in one of the `count` steps of a diffusion pipeline. The other arguments are
+    those of `diffusion_steps` and `_view_media`.
+    """
+    prompt = step.prompt
+    texts, tokens_of, calls = viewed_texts(model, prompt, prompt.inputs, None, 0)
+    texts[0] = replace(texts[0], text=f"step {step.number} of {count}: {text}")
+    return view_of(model, texts, prompt.inputs, tokens_of=tokens_of, calls=calls, **shown)
 
 
 def view_of(

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,21 @@ from headwise.data.batches import device_of, is_encoder_decoder
 from headwise.data.tokenization import Token, Word, decoded_words
 from headwise.errors import InputError, errors_of, require
 from headwise.page.contents import Patch
-from headwise.shapes import Float
+from headwise.shapes import Float, Int
+
+
+class EmbeddedText(NamedTuple):
+    """Text that a model reads as the output of a text encoder.
+
+    Attributes:
+        name: the model's input, with one row per token.
+        ids: the token ids; -1 where the input has no output of a text encoder.
+        tokenizers: the tokenizer of each id.
+    """
+
+    name: str
+    ids: Int[Tensor, "1 tokens"]
+    tokenizers: Sequence[Any]
 
 
 class PicturePrompt(NamedTuple):
@@ -39,6 +54,7 @@ class PicturePrompt(NamedTuple):
             picture of the mean colour, or the mean over time.
         kind: "picture", or "sound" or "series" of which the picture is a drawing.
         length: seconds of the sound, or number of points of time of the series; 0 for pictures.
+        embedded: texts that the model reads as outputs of text encoders, by the name of their token ids.
     """
 
     inputs: dict[str, Tensor]
@@ -47,6 +63,7 @@ class PicturePrompt(NamedTuple):
     baselines: dict[str, Tensor]
     kind: str = "picture"
     length: float = 0.0
+    embedded: Mapping[str, EmbeddedText] = MappingProxyType({})
 
 
 def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: Any) -> PicturePrompt:
@@ -241,7 +258,7 @@ def viewed_texts(
         InputError: no token stands for a part of a picture.
     """
     parts = {name: places.picture >= 0 for name, places in prompt.places.items()}
-    sources = token_sources(model, inputs, parts)
+    sources = token_sources(model, inputs, parts, {ids_name: each.name for ids_name, each in prompt.embedded.items()})
     used = {side.stream for sides in sources.calls.values() for side in sides}
     # The last ids are those that the model has generated.
     last = [name for name in inputs if name.endswith(IDS) and not name.startswith("qformer")][-1:]
@@ -280,11 +297,20 @@ def _text_of(
     """
     shown, patches = patches_of(stream, prompt.places)
     position_of = torch.full((stream.size,), -1)
-    ids, ids_name = None, stream.ids_name
-    if ids_name is not None:
-        ids = inputs[ids_name][0].cpu()
+    ids, ids_name, mask = None, stream.ids_name, None
+    tokenizers: Sequence[Any] = ()  # of each id
+    if ids_name is not None and ids_name in prompt.embedded:
+        embedded = prompt.embedded[ids_name]
+        ids, tokenizers = embedded.ids[0], embedded.tokenizers
+        masks = (inputs[name] for name in inputs if name.endswith("attention_mask"))
+        mask = next((each for each in masks if each.shape == embedded.ids.shape), None)
+    elif ids_name is not None:
+        ids, mask = inputs[ids_name][0].cpu(), inputs.get("attention_mask") if ids_name == IDS else None
+        tokenizers = [tokenizer] * len(ids)
+    if ids_name is not None and ids is not None:
         for tokens in stream.tokens_of[ids_name]:
-            position_of[tokens[tokens >= 0]] = (tokens >= 0).nonzero()[:, 0]
+            is_read = (tokens >= 0) & (ids >= 0)
+            position_of[tokens[is_read]] = is_read.nonzero()[:, 0]
     positions: list[int] = position_of.tolist()
     labels = _labels(patches, prompt)
     padding = _padding(stream, prompt)
@@ -296,10 +322,16 @@ def _text_of(
         stop = start + 1
         if positions[start] >= 0 and patches[start] is None:
             assert ids is not None
-            while stop < stream.size and positions[stop] == positions[stop - 1] + 1 and patches[stop] is None:
+            first, own = positions[start], tokenizers[positions[start]]
+            while (
+                stop < stream.size
+                and patches[stop] is None
+                and positions[stop] == positions[stop - 1] + 1
+                and tokenizers[positions[stop]] is own
+            ):
                 stop += 1
-            run, before = ids[positions[start] : positions[stop - 1] + 1], ids[: positions[start]]
-            decoded = decoded_words(tokenizer, run.tolist(), before.tolist())
+            before = [token for token, other in zip(ids[:first].tolist(), tokenizers, strict=False) if other is own]
+            decoded = decoded_words(own, ids[first : positions[stop - 1] + 1].tolist(), before)
             word_of += (decoded.word_of + len(words)).tolist()
             words += decoded.words
             tokens_shown += decoded.tokens
@@ -317,9 +349,8 @@ def _text_of(
     viewed_ids = None
     if ids is not None:  # patches are different tokens, although the model's ids of them are the same
         viewed_ids = torch.where(position_of >= 0, ids[position_of.clamp(min=0)], -1 - torch.arange(stream.size))[None]
-    mask = inputs.get("attention_mask") if ids_name == IDS else None
     is_padding = None
-    if ids is not None and mask is not None and mask.shape == inputs[IDS].shape and not bool(mask.all()):
+    if ids is not None and mask is not None and mask.shape == (1, len(ids)) and not bool(mask.all()):
         is_padding = (position_of >= 0) & (mask[0].cpu() == 0)[position_of.clamp(min=0)]
     if ids_name is None:
         name = prompt.kind if shown else "tokens"

@@ -33,7 +33,6 @@ each attention call with its module, function, heads and features.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from math import prod
 from numbers import Number
 from operator import is_
 from types import EllipsisType
@@ -167,7 +166,8 @@ def are_in_order(tokens: ComparedTokens, grid: Grid) -> bool:
             return False
         expected = numbers_in_order(grid.batch, length, grid.device)
         expected = expected if each.numbers.ndim == 3 else expected[:, 0]
-        if prod(each.linear_map.shape) != expected.numel() or each.numbers.ndim != expected.ndim:
+        is_joined = len(each.linear_map.parts) > 1
+        if is_joined or each.linear_map.size != expected.numel() or each.numbers.ndim != expected.ndim:
             return False
         if (len(each.numbers), each.numbers.shape[-1]) != (grid.batch, length):
             return False

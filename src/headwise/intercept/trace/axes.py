@@ -25,7 +25,8 @@ OTHER = -1
 _VIEW_NAMES = (
     *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "unsqueeze", "squeeze"),
     *("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint", "expand", "expand_as"),
-    *("broadcast_to", "narrow", "select", "unbind", "chunk", "split", "tensor_split", "unfold", "__getitem__"),
+    *("broadcast_to", "narrow", "select", "unbind", "chunk", "split", "split_with_sizes", "tensor_split", "unfold"),
+    "__getitem__",
 )
 
 VIEWS = functions_named(*_VIEW_NAMES) | {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}

@@ -55,7 +55,7 @@ _SIZED_BY_NUMBERS = functions_named(
 _SIZED_BY_ARGUMENTS = functions_named(
     *("arange", "linspace", "zeros", "ones", "full", "empty", "rand", "randn", "randint", "eye", "tile", "repeat"),
     *("new_zeros", "new_ones", "new_full", "new_empty", "expand", "broadcast_to", "reshape", "view", "unflatten"),
-    *("narrow", "split", "chunk", "tensor_split", "as_strided"),
+    *("narrow", "split", "split_with_sizes", "chunk", "tensor_split", "as_strided"),
 )
 
 
@@ -437,8 +437,8 @@ REORDERINGS = functions_named("flip", "roll", "fliplr", "flipud")
 """Functions that move tokens to other places."""
 
 SELECTIONS = REORDERINGS | functions_named(
-    *("__getitem__", "chunk", "split", "tensor_split", "unbind", "select", "narrow", "index_select", "gather"),
-    *("take_along_dim", "masked_select"),
+    *("__getitem__", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "select", "narrow"),
+    *("index_select", "gather", "take_along_dim", "masked_select"),
 )
 """Functions that may return some of the tokens of a tensor."""
 

@@ -6,6 +6,7 @@ attends to keys in another order than its queries, and which calls attend with p
 those that the model looks up in its tables of embeddings.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
@@ -62,13 +63,30 @@ class LinearMapCall:
     they can be recognised after later functions reorder or select them.
 
     Attributes:
-        shape: axes of the tokens, such as `(batch, length)`.
+        shape: axes of the tokens, such as `(batch, length)`. If the results of several maps are concatenated, these are
+            the axes of all of them.
+        parts: the maps whose results are concatenated, in the order of the numbers; otherwise this map alone.
         looked_up: for each token, in order, the number of the looked-up token id that it belongs to; None if unknown.
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], mapped: Tensor | None = None, parts: Sequence["LinearMapCall"] = ()):
         self.shape = shape
         self.looked_up: NumberedTokens | None = None
+        self._mapped = None if mapped is None else weakref.ref(mapped)
+        self._parts = tuple(parts)
+
+    @property
+    def parts(self) -> tuple["LinearMapCall", ...]:
+        return self._parts or (self,)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return sum(part.size for part in self._parts) if self._parts else prod(self.shape)
+
+    def maps(self, tensor: Tensor) -> bool:
+        """Return True if the linear map was called with this tensor."""
+        return self._mapped is not None and self._mapped() is tensor
 
 
 class NumberedTokens(NamedTuple):
@@ -192,7 +210,8 @@ class TokenNumbers:
                     numbers = torch.arange(1, prod(shape) + 1, dtype=torch.int32, device=result.device)
                     self._counts[key] = numbers.view(shape)
                 numbers = self._counts[key].unsqueeze(axis).expand(result.shape)
-                self._numbered.set(result, NumberedTokens(numbers, LinearMapCall(shape)))
+                mapped = next((tensor for tensor in call.tensors if not is_parameter(tensor)), None)
+                self._numbered.set(result, NumberedTokens(numbers, LinearMapCall(shape, mapped)))
             elif self._numbered and isinstance(result, Tensor):
                 self._mix(call, result)
             return
@@ -385,8 +404,9 @@ def _joined_maps(parts: list[NumberedTokens], call: FunctionCall) -> _JoinedMaps
     first = parts[0].numbers.narrow(axis, 0, 1)
     if all(each.numbers.shape[axis] > 1 and _repeats(each.numbers, first) for each in parts):
         return None
-    firsts = dict(zip(maps, accumulate((prod(each.shape) for each in maps), initial=0), strict=False))
-    return _JoinedMaps(LinearMapCall(tuple(size for each in maps for size in each.shape)), firsts)
+    firsts = dict(zip(maps, accumulate((each.size for each in maps), initial=0), strict=False))
+    parts_of_all = [part for each in maps for part in each.parts]
+    return _JoinedMaps(LinearMapCall(tuple(size for each in maps for size in each.shape), parts=parts_of_all), firsts)
 
 
 def _are_several(numbers: Tensor, axis: int) -> bool:
@@ -681,7 +701,7 @@ class LookedUpIds:
         queries of all sequences and heads.
         """
         found, shape = self.tokens.looked_up_by(queries), argument.shape
-        if found is None or prod(found.linear_map.shape) != argument.numel():
+        if found is None or found.linear_map.size != argument.numel():
             return False, False
         numbers = found.numbers
         if numbers.ndim < 2 or (len(numbers), numbers.shape[-1]) != shape:

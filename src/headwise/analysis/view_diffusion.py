@@ -1,0 +1,314 @@
+"""Views of the transformers of diffusion pipelines: the words of a prompt and the patches of the generated picture."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from headwise.analysis.mismatch import without_options
+from headwise.analysis.patches import ElementPlaces
+from headwise.analysis.token_sources import IDS
+from headwise.analysis.view_pictures import EmbeddedText, PicturePrompt
+from headwise.analysis.viewer import DISAGREEMENT
+from headwise.data.batches import call_by_names, floating_tensors, relative_difference
+from headwise.data.tokenization import require_text, special_ids
+from headwise.errors import InputError, errors_of, require
+from headwise.shapes import Float, Int
+
+BASE = 32
+"""Number of values of one digit of the number of a latent. Decoders receive digits that are scaled and shifted."""
+
+LARGEST_RESIDUAL = 1e-3
+"""Largest difference of two tensors, relative to the largest value, up to which one is a scaled copy of the other."""
+
+
+class DiffusionStep(NamedTuple):
+    """One step of a diffusion pipeline, as its transformer reads it: its number, from 1, and the inputs of the
+    transformer, with the places of the latents in the generated picture.
+    """
+
+    number: int
+    prompt: PicturePrompt
+
+
+class _ModelCall(NamedTuple):
+    """One call of the transformer: the number of its step, from 0, its arguments, and its output."""
+
+    step: int
+    inputs: dict[str, Any]
+    output: Any
+
+    @property
+    def batch(self) -> int:
+        """Number of elements of the batch."""
+        return len(floating_tensors(self.output)[0])
+
+
+class _Encoded(NamedTuple):
+    """Token ids that a text encoder has read, one of its outputs, and its tokenizer."""
+
+    ids: Int[Tensor, "batch tokens"]
+    features: Float[Tensor, "batch tokens width"]
+    tokenizer: Any
+
+
+class _Carried(Exception):
+    """Exception that stops a pipeline when its decoder receives the latents."""
+
+
+def is_pipeline(processor: Any) -> bool:
+    """Return True for a pipeline of `diffusers`, also with options that `functools.partial` binds."""
+    pipeline = without_options(processor)
+    return hasattr(pipeline, "scheduler") and isinstance(getattr(pipeline, "components", None), Mapping)
+
+
+def diffusion_steps(model: nn.Module, pipeline: Any, text: Any, count: int) -> tuple[list[DiffusionStep], int]:
+    """Let a pipeline generate a picture from a text. Return `count` of its steps, evenly spread from the first to the
+    last one (all steps for 0), and the number of all steps.
+
+    Nothing is looked up by the name of a pipeline. Which input of the transformer is the latents, which of its inputs
+    are outputs of text encoders, and which element of a batch has the text, is read off the numbers of a run.
+
+    Args:
+        model: the transformer of the pipeline.
+        pipeline: a pipeline of `diffusers`, in which `functools.partial` may bind options, such as the number of steps.
+        text: the prompt.
+        count: number of steps.
+
+    Raises:
+        InputError: the text is empty; the pipeline does not run, or does not return one picture; the latents, the text
+            or their places cannot be derived.
+    """
+    require_text(text)
+    parts = without_options(pipeline)
+    if not any(part is model for part in parts.components.values()):
+        name = next((name for name in ("transformer", "unet") if name in parts.components), "transformer")
+        expected = f"a part of the pipeline, such as pipeline.{name}"
+        raise InputError("model", expected=expected, got=type(model).__name__)
+    calls: list[_ModelCall] = []
+    encoded: list[_Encoded] = []
+    latents: list[tuple[Tensor, Tensor]] = []  # before and after each step
+    drawn: list[Tensor] = []
+    signature = inspect.signature(model.forward)
+
+    def on_call(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        bound = signature.bind(*arguments, **named).arguments
+        inputs = {name: value for name, value in bound.items() if value is not None and name != "return_dict"}
+        copied = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        calls.append(_ModelCall(len(latents), copied, output))
+
+    def on_text(tokenizer: Any) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            given = [each for each in (*arguments, *named.values()) if isinstance(each, Tensor) and each.ndim == 2]
+            ids = next((each.cpu() for each in given if not each.is_floating_point()), None)
+            for features in floating_tensors(output):
+                if ids is not None and features.ndim == 3 and features.shape[:2] == ids.shape:
+                    encoded.append(_Encoded(ids, features, tokenizer))
+
+        return hook
+
+    def on_step(step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        sample = inspect.signature(step).bind(*arguments, **named).arguments["sample"].clone()
+        result = step(*arguments, **named)
+        latents.append((sample, (result[0] if isinstance(result, tuple) else result.prev_sample).clone()))
+        return result
+
+    def on_decode(decode: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        drawn.append(arguments[0].clone())
+        return decode(*arguments, **named)
+
+    with ExitStack() as stack:
+        for name, part in parts.components.items():
+            tokenizer = parts.components.get(name.replace("text_encoder", "tokenizer"))
+            if isinstance(part, nn.Module) and hasattr(tokenizer, "convert_ids_to_tokens"):
+                stack.callback(part.register_forward_hook(on_text(tokenizer), with_kwargs=True).remove)
+        stack.callback(model.register_forward_hook(on_call, with_kwargs=True).remove)
+        stack.enter_context(_wrapped(parts.scheduler, "step", on_step))
+        if getattr(parts, "vae", None) is not None:
+            stack.enter_context(_wrapped(parts.vae, "decode", on_decode))
+        stack.enter_context(errors_of("processor", expected="a pipeline that generates a picture from this text"))
+        pictures = getattr(pipeline(prompt=text), "images", None)
+    image = require("PIL.Image", purpose="showing a picture", extra="plot").Image
+    if not isinstance(pictures, list) or len(pictures) != 1 or not isinstance(pictures[0], image):
+        got = f"{len(pictures)} of them" if isinstance(pictures, list) else type(pictures).__name__
+        raise InputError("processor", expected="a pipeline that returns a list of one PIL.Image", got=got)
+    if not (latents and calls and encoded):
+        lacking = "text encoder" if latents and calls else f"{type(model).__name__} and scheduler"
+        raise InputError("processor", expected=f"a pipeline that calls its {lacking}", got="one that does not")
+
+    places = _places_of_latents(model, pipeline, text, calls[0].output, [after for _, after in latents], drawn)
+    count = min(count, len(latents)) or len(latents)
+    steps = []
+    for number in [round(each * (len(latents) - 1) / max(count - 1, 1)) for each in range(count)]:
+        call, row, texts = _with_text([call for call in calls if call.step == number], encoded, text)
+
+        def of_row(leaf: Any, row: int = row, batch: int = call.batch) -> Any:
+            is_batch = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == batch
+            return leaf[row : row + 1] if is_batch else leaf
+
+        inputs = pytree.tree_map(of_row, call.inputs)
+        sample = latents[number][0]
+        named = [name for name, value in inputs.items() if isinstance(value, Tensor) and _is_scaled(sample, value)]
+        if not named:
+            expected = "a model that reads the latents of the scheduler"
+            raise InputError("model", expected=expected, got=f"{type(model).__name__}, which reads other numbers")
+        with torch.no_grad(), errors_of("model", expected="a model that reads one element of the pipeline's batch"):
+            output = floating_tensors(call_by_names(model, inputs))[0]
+        if not relative_difference(output, floating_tensors(call.output)[0][row : row + 1]) <= DISAGREEMENT:
+            expected = "a model whose output for one element of a batch does not depend on the others"
+            raise InputError("model", expected=expected, got="another output for the element alone")
+        prompt = PicturePrompt(inputs, {named[0]: places}, tuple(pictures), {}, embedded=texts)
+        steps.append(DiffusionStep(number + 1, prompt))
+    return steps, len(latents)
+
+
+@contextmanager
+def _wrapped(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of an object by a function that receives the method and its arguments."""
+    method, was_own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, lambda *arguments, **named: replacement(method, *arguments, **named))
+    try:
+        yield
+    finally:
+        if was_own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)
+
+
+def _is_scaled(one: Tensor, other: Tensor) -> bool:
+    """Return True if a tensor is another one of the same shape, multiplied by a number and shifted by another one."""
+    if one.shape != other.shape or one.numel() < 3 or not other.is_floating_point():
+        return False
+    x, y = (each.detach().double().flatten() for each in (one, other))
+    x, y = x - x.mean(), y - y.mean()
+    slope = (x * y).sum() / x.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
+    rounding = max(LARGEST_RESIDUAL, *(8 * torch.finfo(each.dtype).eps for each in (one, other)))
+    return bool(slope > 0) and bool((y - slope * x).abs().max() <= rounding * y.abs().max())
+
+
+def _with_text(
+    calls: Sequence[_ModelCall], encoded: Sequence[_Encoded], text: str
+) -> tuple[_ModelCall, int, dict[str, EmbeddedText]]:
+    """Return the call of the model, and the element of its batch, that reads most tokens of a text, with the texts that
+    it reads, by the name of their token ids. Other elements have no prompt, or a negative one.
+    """
+    found: list[tuple[int, _ModelCall, int, dict[str, EmbeddedText]]] = []
+    for call in calls:
+        for row in range(call.batch):
+            texts: dict[str, EmbeddedText] = {}
+            for name, value in call.inputs.items():
+                if isinstance(value, Tensor) and value.ndim == 3 and len(value) == call.batch:
+                    embedded = _embedded_text(name, value[row], encoded)
+                    if any(each is not None for each in embedded.tokenizers):
+                        texts[f"{name}_{IDS}" if texts else IDS] = embedded
+            read = 0
+            for _, ids, tokenizers in texts.values():
+                for tokenizer in {id(each): each for each in tokenizers if each is not None}.values():
+                    given = {token for written in (text, text.lower()) for token in tokenizer(written)[IDS]}
+                    own = [token for token, each in zip(ids[0].tolist(), tokenizers, strict=True) if each is tokenizer]
+                    read += len(given.intersection(own) - set(special_ids(tokenizer)))
+            found.append((read, call, row, texts))
+    found.sort(key=lambda each: -each[0])
+    if not found or not found[0][0] or (len(found) > 1 and found[0][0] == found[1][0]):
+        got = "several that read the same words" if found and found[0][0] else "none"
+        expected = "a pipeline in which one element of a batch reads the text, by the outputs of its text encoders"
+        raise InputError("processor", expected=expected, got=got)
+    return found[0][1:]
+
+
+def _embedded_text(name: str, rows: Float[Tensor, "tokens width"], encoded: Sequence[_Encoded]) -> EmbeddedText:
+    """Return the token ids of an input of the model. A row of the input has the id for which a text encoder has
+    returned the same numbers, or -1.
+    """
+    compared = min(8, *(each.features.shape[-1] for each in encoded), rows.shape[-1])
+    outputs: dict[bytes, list[tuple[Tensor, int, Any]]] = {}
+    for each in encoded:
+        features = each.features.detach().to(rows.dtype).cpu().flatten(0, 1)
+        keys = features[:, :compared].double().contiguous().numpy()
+        for key, row, token in zip(keys, features, each.ids.flatten().tolist(), strict=True):
+            outputs.setdefault(key.tobytes(), []).append((row, token, each.tokenizer))
+    rows = rows.detach().cpu()
+    ids, tokenizers = torch.full((1, len(rows)), -1), [None] * len(rows)
+    for position, (key, row) in enumerate(zip(rows[:, :compared].double().contiguous().numpy(), rows, strict=True)):
+        for features, token, tokenizer in outputs.get(key.tobytes(), ()) if bool(row.any()) else ():
+            if torch.equal(features, row[: len(features)]):
+                ids[0, position], tokenizers[position] = token, tokenizer
+                break
+    return EmbeddedText(name, ids, tokenizers)
+
+
+def _places_of_latents(
+    model: nn.Module, pipeline: Any, text: str, output: Any, latents: Sequence[Tensor], drawn: Sequence[Tensor]
+) -> ElementPlaces:
+    """Return where the latents of a pipeline lie in the picture that is decoded from them.
+
+    If the decoder does not receive a scaled copy of the latents, the pipeline runs once more without its model. It
+    carries the digits of the numbers of the latents to the decoder, and so shows where it puts each of them.
+
+    Args:
+        model: the transformer of the pipeline.
+        pipeline: the pipeline.
+        text: the prompt.
+        output: an output of the transformer.
+        latents: the latents after each step.
+        drawn: what the decoder received; nothing if the pipeline has none.
+    """
+    last, shown = latents[-1], drawn[-1] if drawn else latents[-1]
+    if shown.ndim != 4 or len(last) != 1 or shown.numel() != last.numel():
+        got = f"{tuple(shown.shape)} from latents {tuple(last.shape)}"
+        raise InputError("processor", expected="a pipeline that draws one picture from its latents", got=got)
+    numbers = torch.arange(last.numel())
+    if not _is_scaled(last, shown):
+        powers = [BASE**power for power in range(10) if BASE**power < last.numel()]
+        digits = [
+            torch.zeros_like(numbers),
+            torch.full_like(numbers, BASE),
+            *(numbers // each % BASE for each in powers),
+        ]
+        carried: list[Tensor] = []
+        done: list[None] = []
+
+        def on_step(step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            result = step(*arguments, **named)
+            done.append(None)
+            if len(done) < len(latents):
+                return result
+            probes = torch.stack(digits).view(len(digits), *last.shape[1:]).to(last)
+            return (probes,) if isinstance(result, tuple) else type(result)(prev_sample=probes)
+
+        def on_decode(decode: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            carried.append(arguments[0].clone())
+            raise _Carried
+
+        parts = without_options(pipeline)
+        with (
+            errors_of("processor", expected="a pipeline that carries numbers in place of its latents"),
+            _wrapped(model, "forward", lambda *_, **__: output),
+            _wrapped(parts.scheduler, "step", on_step),
+            _wrapped(parts.vae, "decode", on_decode),
+            suppress(_Carried),
+        ):
+            pipeline(prompt=text)
+        if len(carried) != 1 or carried[0].numel() != len(digits) * last.numel():
+            raise InputError(
+                "processor", expected="a pipeline that decodes a batch of latents", got="one that does not"
+            )
+        nothing, unit, *read = carried[0].double().cpu().flatten(1)
+        placed = sum(
+            (((each - nothing) / (unit - nothing) * BASE).round().long() * power)
+            for each, power in zip(read, powers, strict=True)
+        )
+        if not torch.equal(placed.sort().values, numbers):
+            raise InputError(
+                "processor", expected="a pipeline that decodes each of its latents", got="one that mixes them"
+            )
+        numbers[placed] = torch.arange(last.numel())
+    height, width = shown.shape[-2:]
+    y, x = (numbers // width % height + 0.5).double() / height, (numbers % width + 0.5).double() / width
+    nothing = torch.zeros(last.numel(), dtype=torch.long)
+    return ElementPlaces(nothing, x, y, nothing)
