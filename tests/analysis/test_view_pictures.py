@@ -337,6 +337,22 @@ def test_a_processor_whose_output_depends_on_colours_is_refused():
         hw.view(vit(), process, images=Image.new("RGB", (48, 48), (200, 0, 0)))
 
 
+def test_files_and_transparent_pictures_are_read_as_by_the_processor(tmp_path):
+    case = multimodal.case("LLaVA")
+    picture = case.picture((60, 40))
+    exif = picture.getexif()
+    exif[274] = 6  # to be turned by 90 degrees
+    picture.save(tmp_path / "turned.png", exif=exif)
+    transparent = picture.copy()
+    transparent.putalpha(Image.linear_gradient("L").resize(picture.size))
+    transparent.save(tmp_path / "transparent.png")
+    palette = picture.quantize(8)
+    palette.info["transparency"] = 3
+    for given in (str(tmp_path / "turned.png"), str(tmp_path / "transparent.png"), transparent, palette):
+        seen = hw.view(case.model, case.processor, case.prompt(1), images=given)
+        assert torch.equal(seen.run.inputs["pixel_values"], case.inputs(given)["pixel_values"])
+
+
 def test_inference_mode_changes_no_view():
     case = multimodal.case("LLaVA")
     arguments = {"text": case.prompt(1), "images": case.picture(case.sizes[0])}

@@ -95,6 +95,15 @@ def test_a_decoder_continues_a_text():
     require_weights(shown, "self", 0, 0, attentions)
 
 
+def test_generated_ids_that_the_tokenizer_lacks_are_shown_by_their_number():
+    model, tokenizer = tiny.model("decoder", top="ForCausalLM", vocab_size=128), tiny.tokenizer("decoder")
+    model.lm_head.weight.data[: len(tokenizer)] = 0
+    seen = hw.view(model, tokenizer, "w5 w6 w7", generate=3)
+    ids = seen.texts[0].ids[0, -3:].tolist()
+    assert min(ids) >= len(tokenizer)
+    assert [word.text for word in seen.texts[0].words[-3:]] == [f"token {each}" for each in ids]
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_an_encoder_decoder_generates_a_text(name):
     model, tokenizer = pair_model(name), tiny.tokenizer("encoder")

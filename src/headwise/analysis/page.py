@@ -189,6 +189,8 @@ class _ModelResults:
                 expected = "views, profiles, ablations, importance scores, maps of relevance or watched heads"
                 remedy = "unpack it: write_page(path, *results)" if isinstance(result, list | tuple) else None
                 raise InputError("results", expected=expected, got=type(result).__name__, remedy=remedy)
+        if not self.views:  # maps of relevance have the view that they are of
+            self.views = list({id(each.view): each.view for each in self.relevances}.values())
         identities = [(f"the view of {view.title}", view.identity) for view in self.views]
         identities += [(f"the {each.source} of {each.model}", each.identity) for each in tables]
         known = [(name, identity) for name, identity in identities if identity is not None]
@@ -225,6 +227,12 @@ class _ModelResults:
         if [_token_texts(view) for view in self.views] != [_token_texts(view) for view in other.views]:
             remedy = "view the same texts with both, which must have the same tokens"
             raise InputError("against", expected="views of the same tokens", got="other tokens", remedy=remedy)
+        sources = [
+            [[picture.source for text in view.texts for picture in text.pictures] for view in each.views]
+            for each in (self, other)
+        ]
+        if sources[0] != sources[1]:
+            raise InputError("against", expected="views of the same pictures", got="other pictures")
 
 
 def _token_texts(view: View) -> list[tuple[str, ...]]:

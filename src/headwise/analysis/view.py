@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.mismatch import mismatches_named, without_options
 from headwise.analysis.token_sources import IDS, CallTokens, Place
-from headwise.analysis.view_diffusion import DiffusionStep, diffusion_steps, is_pipeline
+from headwise.analysis.view_diffusion import diffusion_steps, is_pipeline
 from headwise.analysis.view_pictures import difference_of_logits, picture_prompt, viewed_texts, with_generated
 from headwise.analysis.view_result import View, ViewedRun, ViewedText, ViewSet, last_row
 from headwise.analysis.view_sounds import series_prompt, sound_prompt
@@ -189,13 +189,10 @@ def view(
         return view_of(reader, texts, inputs, logits=logits, **shown)
 
     if is_pipeline(processor):
-        if named or target is not None or not isinstance(text, str):
-            got = f"{named[0] if named else 'target'}" if named or target is not None else type(text).__name__
-            raise InputError("text", expected="one text alone for a diffusion pipeline", got=got)
-        require_module(model)
-        with torch.inference_mode(False):
-            steps, count = diffusion_steps(model, processor, text, generate)
-            return ViewSet(tuple(_view_step(model, processor, text, step, count, shown) for step in steps))
+        others = {**media, "target": target}
+        return _view_diffusion(
+            model, processor, text, [name for name in others if others[name] is not None], generate, shown
+        )
     if isinstance(text, str) or text is None or not isinstance(text, Sequence):
         return view_one(text, media[named[0]] if named else None, target)
     if not text:
@@ -256,16 +253,25 @@ def _view_media(
     return replace(seen, alignment_heads=followed)
 
 
-def _view_step(
-    model: nn.Module, pipeline: Any, text: str, step: DiffusionStep, count: int, shown: dict[str, Any]
-) -> View:
-    """Return the attention of each head in one of the `count` steps of a diffusion pipeline. The other arguments are
-    those of `diffusion_steps` and `_view_media`.
+def _view_diffusion(
+    model: nn.Module, pipeline: Any, text: Any, others: Sequence[str], generate: int, shown: dict[str, Any]
+) -> ViewSet:
+    """Return the attention of each head in some steps of a diffusion pipeline. `others` are the names of further
+    arguments of `view` that were passed; `generate` is the number of steps, and `shown` are the last arguments of
+    `view_of`.
     """
-    prompt = step.prompt
-    texts, tokens_of, calls = viewed_texts(model, prompt, prompt.inputs, None, 0)
-    texts[0] = replace(texts[0], text=f"step {step.number} of {count}: {text}")
-    return view_of(model, texts, prompt.inputs, tokens_of=tokens_of, calls=calls, **shown)
+    if others or not isinstance(text, str):
+        got = f"one with {others[0]}" if others else type(text).__name__
+        raise InputError("text", expected="one text alone for a diffusion pipeline", got=got)
+    require_module(model)
+    views = []
+    with torch.inference_mode(False):  # patches are derived from gradients
+        steps, count = diffusion_steps(model, pipeline, text, generate)
+        for number, prompt in steps:
+            texts, tokens_of, calls = viewed_texts(model, prompt, prompt.inputs, None, 0)
+            texts[0] = replace(texts[0], text=f"step {number} of {count}: {text}")
+            views.append(view_of(model, texts, prompt.inputs, tokens_of=tokens_of, calls=calls, **shown))
+    return ViewSet(tuple(views))
 
 
 def view_of(

@@ -56,6 +56,18 @@ class _Encoded(NamedTuple):
     tokenizer: Any
 
 
+class _PipelineRun(NamedTuple):
+    """Run of a pipeline: the calls of its transformer, the texts that it encoded, the latents before and after each
+    step of its scheduler, the latents that its decoder received, and the picture.
+    """
+
+    calls: list[_ModelCall]
+    encoded: list[_Encoded]
+    latents: list[tuple[Tensor, Tensor]]
+    drawn: Tensor
+    picture: Any
+
+
 class _Carried(Exception):
     """Exception that stops a pipeline when its decoder receives the latents."""
 
@@ -67,8 +79,8 @@ def is_pipeline(processor: Any) -> bool:
 
 
 def diffusion_steps(model: nn.Module, pipeline: Any, text: Any, count: int) -> tuple[list[DiffusionStep], int]:
-    """Let a pipeline generate a picture from a text. Return `count` of its steps, evenly spread from the first to the
-    last one (all steps for 0), and the number of all steps.
+    """Let a pipeline generate a picture from a text. Return `count` of its steps at equal distances, from the first to
+    the last one (all steps for 0), and the number of all steps.
 
     Nothing is looked up by the name of a pipeline. Which input of the transformer is the latents, which of its inputs
     are outputs of text encoders, and which element of a batch has the text, is read off the numbers of a run.
@@ -84,6 +96,35 @@ def diffusion_steps(model: nn.Module, pipeline: Any, text: Any, count: int) -> t
             or their places cannot be derived.
     """
     require_text(text)
+    run = _recorded(model, pipeline, text)
+    places = _places_of_latents(model, pipeline, text, run)
+    count = min(count, len(run.latents)) or len(run.latents)
+    steps = []
+    for number in [round(each * (len(run.latents) - 1) / max(count - 1, 1)) for each in range(count)]:
+        call, row, texts = _with_text([call for call in run.calls if call.step == number], run.encoded, text)
+
+        def of_row(leaf: Any, row: int = row, batch: int = call.batch) -> Any:
+            is_batch = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == batch
+            return leaf[row : row + 1] if is_batch else leaf
+
+        inputs = pytree.tree_map(of_row, call.inputs)
+        sample = run.latents[number][0]
+        named = [name for name, value in inputs.items() if isinstance(value, Tensor) and _is_scaled(sample, value)]
+        if not named:
+            expected = "a model that reads the latents of the scheduler"
+            raise InputError("model", expected=expected, got=f"{type(model).__name__}, which reads other numbers")
+        with torch.no_grad(), errors_of("model", expected="a model that reads one element of the pipeline's batch"):
+            output = floating_tensors(call_by_names(model, inputs))[0]
+        if not relative_difference(output, floating_tensors(call.output)[0][row : row + 1]) <= DISAGREEMENT:
+            expected = "a model whose output for one element of a batch does not depend on the others"
+            raise InputError("model", expected=expected, got="another output for the element alone")
+        prompt = PicturePrompt(inputs, {named[0]: places}, (run.picture,), {}, embedded=texts)
+        steps.append(DiffusionStep(number + 1, prompt))
+    return steps, len(run.latents)
+
+
+def _recorded(model: nn.Module, pipeline: Any, text: str) -> _PipelineRun:
+    """Run a pipeline on a text, and return what its parts have read and returned."""
     parts = without_options(pipeline)
     if not any(part is model for part in parts.components.values()):
         name = next((name for name in ("transformer", "unet") if name in parts.components), "transformer")
@@ -91,7 +132,7 @@ def diffusion_steps(model: nn.Module, pipeline: Any, text: Any, count: int) -> t
         raise InputError("model", expected=expected, got=type(model).__name__)
     calls: list[_ModelCall] = []
     encoded: list[_Encoded] = []
-    latents: list[tuple[Tensor, Tensor]] = []  # before and after each step
+    latents: list[tuple[Tensor, Tensor]] = []
     drawn: list[Tensor] = []
     signature = inspect.signature(model.forward)
 
@@ -139,31 +180,7 @@ def diffusion_steps(model: nn.Module, pipeline: Any, text: Any, count: int) -> t
     if not (latents and calls and encoded):
         lacking = "text encoder" if latents and calls else f"{type(model).__name__} and scheduler"
         raise InputError("processor", expected=f"a pipeline that calls its {lacking}", got="one that does not")
-
-    places = _places_of_latents(model, pipeline, text, calls[0].output, [after for _, after in latents], drawn)
-    count = min(count, len(latents)) or len(latents)
-    steps = []
-    for number in [round(each * (len(latents) - 1) / max(count - 1, 1)) for each in range(count)]:
-        call, row, texts = _with_text([call for call in calls if call.step == number], encoded, text)
-
-        def of_row(leaf: Any, row: int = row, batch: int = call.batch) -> Any:
-            is_batch = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == batch
-            return leaf[row : row + 1] if is_batch else leaf
-
-        inputs = pytree.tree_map(of_row, call.inputs)
-        sample = latents[number][0]
-        named = [name for name, value in inputs.items() if isinstance(value, Tensor) and _is_scaled(sample, value)]
-        if not named:
-            expected = "a model that reads the latents of the scheduler"
-            raise InputError("model", expected=expected, got=f"{type(model).__name__}, which reads other numbers")
-        with torch.no_grad(), errors_of("model", expected="a model that reads one element of the pipeline's batch"):
-            output = floating_tensors(call_by_names(model, inputs))[0]
-        if not relative_difference(output, floating_tensors(call.output)[0][row : row + 1]) <= DISAGREEMENT:
-            expected = "a model whose output for one element of a batch does not depend on the others"
-            raise InputError("model", expected=expected, got="another output for the element alone")
-        prompt = PicturePrompt(inputs, {named[0]: places}, tuple(pictures), {}, embedded=texts)
-        steps.append(DiffusionStep(number + 1, prompt))
-    return steps, len(latents)
+    return _PipelineRun(calls, encoded, latents, drawn[-1] if drawn else latents[-1][1], pictures[0])
 
 
 @contextmanager
@@ -242,23 +259,14 @@ def _embedded_text(name: str, rows: Float[Tensor, "tokens width"], encoded: Sequ
     return EmbeddedText(name, ids, tokenizers)
 
 
-def _places_of_latents(
-    model: nn.Module, pipeline: Any, text: str, output: Any, latents: Sequence[Tensor], drawn: Sequence[Tensor]
-) -> ElementPlaces:
-    """Return where the latents of a pipeline lie in the picture that is decoded from them.
+def _places_of_latents(model: nn.Module, pipeline: Any, text: str, run: _PipelineRun) -> ElementPlaces:
+    """Return where the latents of a pipeline lie in the picture that is decoded from them. The other arguments are
+    those of `_recorded`.
 
     If the decoder does not receive a scaled copy of the latents, the pipeline runs once more without its model. It
     carries the digits of the numbers of the latents to the decoder, and so shows where it puts each of them.
-
-    Args:
-        model: the transformer of the pipeline.
-        pipeline: the pipeline.
-        text: the prompt.
-        output: an output of the transformer.
-        latents: the latents after each step.
-        drawn: what the decoder received; nothing if the pipeline has none.
     """
-    last, shown = latents[-1], drawn[-1] if drawn else latents[-1]
+    last, shown = run.latents[-1][1], run.drawn
     if shown.ndim != 4 or len(last) != 1 or shown.numel() != last.numel():
         got = f"{tuple(shown.shape)} from latents {tuple(last.shape)}"
         raise InputError("processor", expected="a pipeline that draws one picture from its latents", got=got)
@@ -276,7 +284,7 @@ def _places_of_latents(
         def on_step(step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
             result = step(*arguments, **named)
             done.append(None)
-            if len(done) < len(latents):
+            if len(done) < len(run.latents):
                 return result
             probes = torch.stack(digits).view(len(digits), *last.shape[1:]).to(last)
             return (probes,) if isinstance(result, tuple) else type(result)(prev_sample=probes)
@@ -288,7 +296,7 @@ def _places_of_latents(
         parts = without_options(pipeline)
         with (
             errors_of("processor", expected="a pipeline that carries numbers in place of its latents"),
-            _wrapped(model, "forward", lambda *_, **__: output),
+            _wrapped(model, "forward", lambda *_, **__: run.calls[0].output),
             _wrapped(parts.scheduler, "step", on_step),
             _wrapped(parts.vae, "decode", on_decode),
             suppress(_Carried),

@@ -145,17 +145,25 @@ def model_inputs(model: nn.Module, outputs: Mapping[str, Any]) -> dict[str, Tens
 
 
 def _opened(picture: Any) -> Any:
-    """Return a picture as `PIL.Image` in RGB. `picture` is one already, or the path of a file."""
+    """Return a picture as `PIL.Image` in RGB. `picture` is one already, or the path of a file.
+
+    As in `transformers`, a file is turned as its EXIF data state, and its transparency is ignored. A `PIL.Image` is not
+    turned, and transparent parts become white.
+    """
     image = require("PIL.Image", purpose="reading a picture", extra="plot")
     if isinstance(picture, str | Path):
+        turned = require("PIL.ImageOps", purpose="reading a picture", extra="plot").exif_transpose
         try:
             with image.open(picture) as opened:
-                return opened.convert("RGB")
+                return turned(opened).convert("RGB")
         except OSError as error:  # also for a file that is no picture
             got = f"{str(picture)!r} ({error.strerror or 'no picture that Pillow reads'})"
             raise InputError("images", expected="a picture file", got=got) from None
     if not isinstance(picture, image.Image):
         raise InputError("images", expected="PIL.Image objects or paths of files", got=type(picture).__name__)
+    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+        white = image.new("RGBA", picture.size, "white")
+        return image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
     return picture.convert("RGB")
 
 
@@ -297,16 +305,8 @@ def _text_of(
     """
     shown, patches = patches_of(stream, prompt.places)
     position_of = torch.full((stream.size,), -1)
-    ids, ids_name, mask = None, stream.ids_name, None
-    tokenizers: Sequence[Any] = ()  # of each id
-    if ids_name is not None and ids_name in prompt.embedded:
-        embedded = prompt.embedded[ids_name]
-        ids, tokenizers = embedded.ids[0], embedded.tokenizers
-        masks = (inputs[name] for name in inputs if name.endswith("attention_mask"))
-        mask = next((each for each in masks if each.shape == embedded.ids.shape), None)
-    elif ids_name is not None:
-        ids, mask = inputs[ids_name][0].cpu(), inputs.get("attention_mask") if ids_name == IDS else None
-        tokenizers = [tokenizer] * len(ids)
+    ids_name = stream.ids_name
+    ids, tokenizers, mask = (None, (), None) if ids_name is None else _read_ids(ids_name, prompt, inputs, tokenizer)
     if ids_name is not None and ids is not None:
         for tokens in stream.tokens_of[ids_name]:
             is_read = (tokens >= 0) & (ids >= 0)
@@ -369,6 +369,24 @@ def _text_of(
         tuple(patches) if shown else (),
         prompt.length if shown and prompt.kind == "sound" else None,
         is_padding,
+    )
+
+
+def _read_ids(
+    name: str, prompt: PicturePrompt, inputs: Mapping[str, Tensor], tokenizer: Any
+) -> tuple[Int[Tensor, " tokens"], Sequence[Any], Tensor | None]:
+    """Return the token ids of a name that the model reads, the tokenizer of each, and the mask of their padding, if
+    there is one.
+    """
+    if name not in prompt.embedded:
+        ids = inputs[name][0].cpu()
+        return ids, [tokenizer] * len(ids), inputs.get("attention_mask") if name == IDS else None
+    embedded = prompt.embedded[name]
+    masks = (inputs[each] for each in inputs if each.endswith("attention_mask"))
+    return (
+        embedded.ids[0],
+        embedded.tokenizers,
+        next((each for each in masks if each.shape == embedded.ids.shape), None),
     )
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -911,10 +912,10 @@ def word_indices(argument: str, text: ViewedText, words: Sequence[Any]) -> tuple
             if not found:
                 names = ", ".join(picture.name for picture in text.pictures) or "no picture"
                 raise InputError(argument, expected=f"a region with the centre of a patch ({names})", got=str(word))
-        elif isinstance(word, int) and not isinstance(word, bool):
-            if not 0 <= word < len(text.words):
+        elif isinstance(word, Integral) and not isinstance(word, bool):
+            found = [int(word)]
+            if not 0 <= found[0] < len(text.words):
                 raise InputError(argument, expected=f"indices of words from 0 to {len(text.words) - 1}", got=word)
-            found = [word]
         else:
             sought = str(word).strip().casefold()
             found = [index for index, each in enumerate(text.words) if each.text.casefold() == sought]

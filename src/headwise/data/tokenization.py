@@ -314,15 +314,16 @@ def decoded_words(tokenizer: Any, ids: list[int], context: Sequence[int] = ()) -
     pieces = _pieces(tokenizer, ids, list(context[-CONTEXT:]))
     tokens, words, word_of = [], list[Word](), []
     characters, follows_special = "", True
-    for token, name, piece in zip(ids, names, pieces, strict=True):
-        is_special = token in special
-        continues = not is_special and not follows_special and _continues(characters, piece)
+    for token, known, piece in zip(ids, names, pieces, strict=True):
+        # Models with a padded table of embeddings may generate ids that the tokenizer does not have.
+        is_special, name = token in special, f"token {token}" if known is None else known
+        continues = not (is_special or known is None or follows_special) and _continues(characters, piece)
         characters = characters + piece if continues else piece
         word = Word(name, True, False) if is_special else displayed_word(characters or name)
         words[len(words) - int(continues) :] = [word]
         tokens.append(displayed_token(name if is_special else piece or name, is_special, " " if is_special else piece))
         word_of.append(len(words) - 1)
-        follows_special = is_special
+        follows_special = is_special or known is None
     return DecodedWords(tuple(pieces), tuple(tokens), tuple(words), torch.tensor(word_of, dtype=torch.int64))
 
 

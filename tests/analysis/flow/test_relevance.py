@@ -833,6 +833,14 @@ def test_the_tables_and_the_maps_of_a_page():
         result.of("grad")
     with pytest.raises(InputError, match="results: expected maps of relevance together with their view, got maps for"):
         page_contents([seen_by(model), result])
+    assert len(page_contents([result]).passages) == 1  # a map has its view
+
+
+def test_a_page_compares_models_on_the_same_pictures():
+    model = vit()
+    seen, other = seen_by(model), seen_by(model, 6)
+    with pytest.raises(InputError, match="^against: expected views of the same pictures, got other pictures$"):
+        page_contents([seen], against=[other])
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -977,6 +985,13 @@ def test_the_classes_of_several_labels_are_independent():
     with torch.no_grad():
         expected = model(**seen.run.inputs).logits[0, 1].sigmoid().log()
     assert relevance(model, seen, 1, steps=0).score == pytest.approx(float(expected), abs=1e-10)
+
+
+def test_a_name_of_several_classes_is_refused():
+    model = vit()
+    model.config.id2label = {**model.config.id2label, 4: "crane", 6: "crane"}
+    with pytest.raises(InputError, match="^word: expected the number of a class .* got 'crane', the name of the cla"):
+        relevance(model, seen_by(model), "crane")
 
 
 MEMORY = """

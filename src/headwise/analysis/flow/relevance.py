@@ -471,6 +471,9 @@ def _of_class(scorer: "_Scorer", logits: Float[Tensor, "1 classes"], word: Any) 
         if not found:
             shown = ", ".join(list(names.values())[:20])
             raise InputError("word", expected=f"a class ({shown}) or its number", got=repr(word))
+        if len(found) > 1:
+            got = f"{word!r}, the name of the classes {' and '.join(map(str, found))}"
+            raise InputError("word", expected="the number of a class whose name is not unique", got=got)
         number = found[0]
     number = whole_number("word", number, least=0, most=count - 1)
     are_exclusive = getattr(config, "problem_type", None) != "multi_label_classification"
