@@ -413,6 +413,9 @@ def _viewed_model(model: nn.Module, seen: View) -> nn.Module:
     require_module(model)
     if not isinstance(seen, View) or seen.run is None:
         raise InputError("seen", expected="a view, which hw.view returns", got=type(seen).__name__)
+    if any(not named.keys() <= seen.run.inputs.keys() for named in seen.run.tokens_of):
+        expected = "a view of a model that reads token ids, pixels, sound or a series"
+        raise InputError("seen", expected=expected, got="a step of a diffusion pipeline")
     is_encoder = is_encoder_decoder(model) and list(seen.run.inputs)[:1] == ["input_ids"]
     reader = text_model(model) if is_encoder and "decoder_input_ids" not in seen.run.inputs else model
     if seen.identity is not None and seen.identity.is_other(identity_of(reader)):
