@@ -353,6 +353,16 @@ def test_files_and_transparent_pictures_are_read_as_by_the_processor(tmp_path):
         assert torch.equal(seen.run.inputs["pixel_values"], case.inputs(given)["pixel_values"])
 
 
+def test_small_patches_between_padding_on_both_sides_are_found():
+    processor = multimodal.pictures_of("donut", size={"height": 64, "width": 48}, do_align_long_axis=False)
+    seen = hw.view(vit(image_size=(64, 48), patch_size=4), processor, images=multimodal.picture(45, 90))
+    patches = [patch for patch in seen.texts[0].patches if patch is not None]
+    assert len(patches) == 8 * 16
+    for number, patch in enumerate(patches):
+        row, column = divmod(number, 8)
+        assert patch[1:] == pytest.approx((column / 8, row / 16, 1 / 8, 1 / 16), abs=0.01)
+
+
 def test_inference_mode_changes_no_view():
     case = multimodal.case("LLaVA")
     arguments = {"text": case.prompt(1), "images": case.picture(case.sizes[0])}

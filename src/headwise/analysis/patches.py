@@ -299,12 +299,12 @@ def _joined(boxes: Mapping[int, tuple[int, int, Patch]]) -> dict[int, tuple[int,
 
 def _spacing(places: Float[Tensor, " elements"], picture: Int[Tensor, " elements"]) -> float:
     """Return the usual distance between the places of neighbouring elements, along one axis of the pictures."""
-    steps = places.diff().abs()[(picture[1:] == picture[:-1]) & (picture[1:] >= 0)]
+    places, picture = places[picture >= 0], picture[picture >= 0]  # without padding, which may be between two rows
+    steps = places.diff().abs()[picture[1:] == picture[:-1]]
     steps = steps[steps > 1e-6]
     if len(steps):
         return float(steps.median())
-    inside = places[picture >= 0]
-    return float(len(inside) > 0 and bool((inside == inside[0]).all()))  # a single place fills the axis
+    return float(len(places) > 0 and bool((places == places[0]).all()))  # a single place fills the axis
 
 
 def _shown_pictures(boxes: Sequence[tuple[int, int, Patch]]) -> tuple[dict[tuple[int, int], int], list[ShownPicture]]:
