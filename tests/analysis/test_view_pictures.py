@@ -6,6 +6,7 @@ import base64
 import functools
 import io
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -361,6 +362,19 @@ def test_small_patches_between_padding_on_both_sides_are_found():
     for number, patch in enumerate(patches):
         row, column = divmod(number, 8)
         assert patch[1:] == pytest.approx((column / 8, row / 16, 1 / 8, 1 / 16), abs=0.01)
+
+
+def test_many_tokens_of_the_whole_image_are_refused_after_few_gradients():
+    model = vit(patch_size=4)  # 144 patches
+    model.embeddings.register_forward_hook(
+        lambda module, arguments, output: torch.nn.functional.group_norm(output.mT, 1).mT  # over all tokens
+    )
+    with (
+        mock.patch.object(torch.autograd, "grad", wraps=torch.autograd.grad) as gradients,
+        pytest.raises(hw.InputError, match="^model: expected tokens that each depend on a part of a picture"),
+    ):
+        hw.view(model, images=torch.rand(1, 3, 48, 48))
+    assert gradients.call_count < 100
 
 
 def test_inference_mode_changes_no_view():

@@ -39,6 +39,9 @@ IDS = "input_ids"
 TESTS = 6
 """Number of random changes of the input by which tokens at different attention calls are compared."""
 
+SAMPLED = 4
+"""Number of tokens that are tested for a dependence on most of the input, before many tokens are separated."""
+
 MOST_SHARED = 0.005
 """Largest share of elements whose token is not derived although they have a gradient, because of rounding."""
 
@@ -426,6 +429,14 @@ def tokens_by_element(
             for gradient, leaf in zip(found, inputs, strict=True)
         ]
 
+    def are_mixed() -> bool:
+        """Return True if some tokens each depend on most of the elements, as after a norm over all tokens."""
+        sample = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:SAMPLED]
+        counts = [[int((each != 0).sum()) for each in gradients(torch.arange(size) == token)] for token in sample]
+        return all(
+            max(count / leaf.numel() for count, leaf in zip(each, named.values(), strict=True)) > 0.5 for each in counts
+        )
+
     for stride in strides or (*(stride for stride in STRIDES if stride < size), size):
         result, elements, shared = dict(nothing), 0, 0
         for offset in range(stride):
@@ -454,7 +465,7 @@ def tokens_by_element(
                 elements, shared = elements + int(depends.sum()), shared + int((depends & ~is_single).sum())
                 token = torch.where(is_single, offset + stride * rank, -1)
                 result[name] = _merged(result[name], token[None])
-        if shared <= MOST_SHARED * elements:
+        if shared <= MOST_SHARED * elements or (stride == 1 and size > STRIDES[-1] and are_mixed()):
             break
     return result
 
