@@ -95,7 +95,8 @@ def view(
 ) -> View | ViewSet:
     """Run a model on one text, on pictures, on a prompt with both, on a sound or on a time series, and return the
     attention of each head: its statistics, its role (a name for what it attends to), and the strongest links (largest
-    attention weights) between words. For a list of texts, return a `ViewSet` with one such view per text.
+    attention weights) between words. For a list of texts, return a `ViewSet` with one such view per text. For a
+    pipeline of `diffusers`, return one with a view per step.
 
     The part of a picture, sound or series that each token stands for is derived. With the outputs of all heads set to
     zero, each token depends only on the pixels of its own patch. A token that stands for no part of a picture and for
@@ -106,10 +107,12 @@ def view(
     Args:
         model: any model that `watch` can intercept, in evaluation mode: of `transformers`, or a module that takes token
             ids `(1, tokens)` or pixels `(1, channels, height, width)`. Of an encoder-decoder that reads text, the
-            encoder is viewed unless there is a target or generated text.
+            encoder is viewed unless there is a target or generated text. For a pipeline of `diffusers`, its
+            transformer, such as `pipeline.transformer`.
         processor: its tokenizer or, with pictures or a sound, its processor, of `transformers`. Options of the
             processor are bound by `functools.partial(processor, max_patches=512)`. None if `images` is a tensor, and
-            with a series.
+            with a series. A pipeline of `diffusers` generates a picture from the text. The result is then a `ViewSet`
+            with one view per step: the attention between patches, and on the words.
         text: one text, which is not split, or a list of texts. None for a model that reads pictures alone. With
             pictures, a text without the model's token for a picture, such as `<image>`, becomes the message of a user
             by the processor's chat template.
@@ -122,7 +125,8 @@ def view(
         target: text that the decoder of an encoder-decoder reads, one per text.
         generate: number of tokens that the model continues the text with (of an encoder-decoder: that it generates
             from the text), without sampling and beams, but with penalties that its generation config may have. They are
-            viewed together with the text.
+            viewed together with the text. With a pipeline of `diffusers`, number of steps that are viewed, at equal
+            distances from the first to the last one; all steps for 0.
         title: name of the model, for display; by default that of its hub id, folder or class.
         truncate: cut off a text that is longer than the model's limit, instead of refusing it.
         keep_all: number of tokens up to which all attention weights between tokens are kept in memory; of a longer
@@ -146,14 +150,9 @@ def view(
         'previous token'
         >>> headwise.view(model, processor, "What is left of the cup?", images="cups.png")  # doctest: +SKIP
         >>> headwise.view(model, processor, audio="speech.wav", generate=20)  # doctest: +SKIP
+        >>> headwise.view(pipeline.transformer, pipeline, "a red circle", generate=4)  # doctest: +SKIP
     """
-    if isinstance(model, nn.Module) and model.training:
-        raise InputError("model", expected="a model in evaluation mode", got="training", remedy="call model.eval()")
-    whole_number("generate", generate, least=0)
-    whole_number("keep_all", keep_all, least=0)
-    flag("progress", progress)
-    if generate and target is not None:
-        raise InputError("generate", expected="0 with a target, which the decoder reads instead", got=generate)
+    _require_usable(model, target, generate, keep_all, progress)
     name = model_name(model) if title is None and isinstance(model, nn.Module) else str(title)
     shown: dict[str, Any] = {"title": name, "keep_all": keep_all, "progress": progress}
 
@@ -205,6 +204,20 @@ def view(
             expected = f"a list of {len(text)} {things}, one per text"
             raise InputError(argument, expected=expected, got=repr(given))
     return ViewSet(tuple(view_one(*each) for each in zip(text, *of_texts.values(), strict=True)))
+
+
+def _require_usable(model: Any, target: Any, generate: int, keep_all: int, progress: bool) -> None:
+    """Raise an `InputError` if one of these arguments of `view` cannot be used."""
+    if is_pipeline(model):
+        remedy = "hw.view(pipeline.transformer, pipeline, text) views the pipeline"
+        raise InputError("model", expected="the transformer of a pipeline", got=type(model).__name__, remedy=remedy)
+    if isinstance(model, nn.Module) and model.training:
+        raise InputError("model", expected="a model in evaluation mode", got="training", remedy="call model.eval()")
+    whole_number("generate", generate, least=0)
+    whole_number("keep_all", keep_all, least=0)
+    flag("progress", progress)
+    if generate and target is not None:
+        raise InputError("generate", expected="0 with a target, which the decoder reads instead", got=generate)
 
 
 def _view_media(
