@@ -377,11 +377,12 @@ def test_many_tokens_of_the_whole_image_are_refused_after_few_gradients():
     assert gradients.call_count < 100
 
 
-def test_inference_mode_changes_no_view():
+@pytest.mark.parametrize("without_gradients", [torch.inference_mode, torch.no_grad])
+def test_a_context_without_gradients_changes_no_view(without_gradients):
     case = multimodal.case("LLaVA")
     arguments = {"text": case.prompt(1), "images": case.picture(case.sizes[0])}
     expected = hw.view(case.model, case.processor, **arguments)
-    with torch.inference_mode():
+    with without_gradients():
         seen = hw.view(case.model, case.processor, **arguments)
     assert seen.texts[0].patches == expected.texts[0].patches
     assert seen.table().equals(expected.table())

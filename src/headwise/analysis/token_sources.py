@@ -416,14 +416,15 @@ def tokens_by_element(
     nothing = {name: torch.full((0, leaf.numel()), -1) for name, leaf in named.items()}
     if not tokens.requires_grad:
         return nothing
-    # With random factors, contributions of an element do not cancel.
-    values = tokens @ (torch.rand(tokens.shape[1], generator=generator).to(tokens) + 0.5)
+    with torch.enable_grad():
+        # With random factors, contributions of an element do not cancel.
+        values = tokens @ (torch.rand(tokens.shape[1], generator=generator).to(tokens) + 0.5)
     base = BASE if torch.finfo(tokens.dtype).eps < 1e-5 else 4
 
     def gradients(factors: Tensor) -> list[Float[Tensor, " elements"]]:
         """Return the gradients of the sum of the tokens, each multiplied by its factor, for each input."""
-        total, inputs = (values * factors.to(values)).sum(), list(named.values())
-        found = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+        of_values, inputs = factors.to(values), list(named.values())
+        found = torch.autograd.grad(values, inputs, of_values, retain_graph=True, allow_unused=True)
         return [
             torch.zeros(leaf.numel(), dtype=torch.float64) if gradient is None else gradient.flatten().double().cpu()
             for gradient, leaf in zip(found, inputs, strict=True)

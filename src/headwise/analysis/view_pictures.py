@@ -276,7 +276,8 @@ def viewed_texts(
         if number in used
     }
     if not any(patch for text in texts.values() for patch in text.patches):
-        unknown = ", ".join(dict.fromkeys(sources.unknown.values())) or "none"
+        sizes = " and ".join(f"{picture.width} x {picture.height}" for picture in prompt.pictures)
+        unknown = ", ".join(dict.fromkeys(sources.unknown.values())) or f"none for {sizes} pixels"
         raise InputError("model", expected=f"tokens that each depend on a part of a {prompt.kind}", got=unknown)
     # First the prompt with words and patches, then what other tokens attend to.
     is_source = {keys.stream for queries, keys in sources.calls.values() if keys.stream != queries.stream}

@@ -306,6 +306,29 @@ def test_a_path_that_is_not_known_is_refused():
     assert bool((result.of(OCCLUSION).values[list(result.patches)].abs() > 0).any())
 
 
+def test_tokens_that_overlapping_convolutions_mix_are_no_path():
+    config = transformers.SegformerConfig(
+        depths=[1] * 4, hidden_sizes=[8, 16, 24, 32], num_attention_heads=[1, 2, 3, 4], sr_ratios=[1] * 4
+    )
+    model = tiny.with_distinct_heads(transformers.SegformerForImageClassification(config))
+    seen = hw.view(model, images=torch.rand(1, 3, 64, 64))
+    with pytest.raises(InputError, match=r"model: expected attention that leads from 'LABEL_1' to the patches"):
+        relevance(model, seen, 1, steps=0)
+
+
+def test_a_text_that_is_only_attended_to_has_a_map():
+    config = transformers.PerceiverConfig(
+        num_latents=7, d_latents=48, d_model=512, image_size=32, num_blocks=1, num_self_attends_per_block=2,
+        num_self_attention_heads=3, num_cross_attention_heads=1, num_labels=3,
+    )  # fmt: skip
+    model = tiny.with_distinct_heads(transformers.PerceiverForImageClassificationLearned(config))
+    seen = hw.view(model, images=torch.rand(1, 3, 32, 32))
+    result = relevance(model, seen, 1, methods=[ROLLOUT, ATTENTION], steps=0)
+    # Half of the rollout stays at the latents in each of two of the calls; the last one attends to the latents alone.
+    assert float(result.of(ROLLOUT).values.nansum()) == pytest.approx(0.25)
+    assert float(result.of(ATTENTION).values.nansum()) == 0
+
+
 @pytest.mark.parametrize("name", ["Qwen2-VL", "LLaVA-NeXT", "InternVL", "Idefics3", "Llama 3.2 Vision", "Qwen2.5-VL"])
 def test_relevance_reaches_every_patch_of_families_with_tiles_windows_and_merged_patches(name):
     case = multimodal.case(name)

@@ -26,7 +26,14 @@ from torch.utils import _pytree as pytree
 
 from headwise.analysis.flow.layer_reader import IGNORED, LARGEST_LOSS
 from headwise.analysis.flow.rollout import residual_share
-from headwise.analysis.token_sources import CallTokens, Place, hooked_embeddings, tokens_by_element
+from headwise.analysis.token_sources import (
+    LARGEST_ROUNDING,
+    MOST_SHARED,
+    CallTokens,
+    Place,
+    hooked_embeddings,
+    tokens_by_element,
+)
 from headwise.analysis.view_result import View, last_row, word_indices
 from headwise.analysis.viewer import DISAGREEMENT
 from headwise.attention.autocast import without_autocast
@@ -309,7 +316,7 @@ def relevance(
 
     **Occlusion** (Zeiler and Fergus 2014) is the score of the complete input minus the score with the patch, or a
     square of patches around it, replaced: pixels by those of a picture of the mean colour, a word by the mean embedding
-    of the text. It is NaN at tokens that are not patches.
+    of the text. It is NaN at special tokens.
 
     The result also contains, for each map, the rank correlation with occlusion (`spatial_spearman`), and the
     probability of the word while patches are removed or shown in the order of the map (`OrderCurves`).
@@ -1191,7 +1198,7 @@ def _links(
     links = {}
     for later, sources in depends.items():
         attended = {read.keys for read in calls if read.queries == later} - {later}
-        between = attended.union(*(depends[each] for each in sources | attended))
+        between = attended.union(*(depends.get(each, set()) for each in sources | attended))
         for earlier in sources - between:
             link = _link(calls, later, earlier, len(seen.texts[earlier].tokens))
             if bool((link >= 0).any()):
@@ -1202,7 +1209,8 @@ def _links(
 def _link(calls: Sequence[_ReadCall], later: int, earlier: int, size: int) -> Int[Tensor, " tokens"]:
     """Return the token of a later text that each of the `size` tokens of an earlier one becomes; -1 for none. It is the
     token whose query in the first attention call of the later text (or key, if it has no queries) depends on the head
-    outputs of the token in the last call of the earlier text on which they depend.
+    outputs of the token in the last call of the earlier text on which they depend. If one of the tokens becomes several
+    tokens, as in a convolution with overlapping windows, there is no link at all.
     """
     reading = [read for read in calls if read.queries == later] or [read for read in calls if read.keys == later]
     link = torch.full((size,), -1)
@@ -1219,6 +1227,12 @@ def _link(calls: Sequence[_ReadCall], later: int, earlier: int, size: int) -> In
             # One token for each query, which is the same in all elements of its head outputs; -1 is no token.
             by_query = found[0].view(before.added.shape).amax((1, 3)).cpu()
             is_linked = by_query >= 0
+            factors = torch.rand(values.shape[1], generator=torch.Generator().manual_seed(1)).to(values) + 0.5
+            (gradient,) = torch.autograd.grad((values @ factors).sum(), before.added, retain_graph=True)
+            largest = gradient.abs().amax((1, 3)).cpu()
+            is_shared = (largest > LARGEST_ROUNDING * largest.max()) & ~is_linked
+            if int(is_shared.sum()) > MOST_SHARED * is_linked.numel():
+                return torch.full((size,), -1)
             link[before.query_tokens.cpu()[is_linked]] = placed.cpu().flatten()[by_query[is_linked]]
             if before.call.index == 0:
                 break  # the calls before are of an earlier layer
