@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 import headwise as hw
 import multimodal
 import tiny
-from headwise.analysis.view_pictures import picture_prompt
+from headwise.analysis.view_prompts import picture_prompt
 
 FAMILIES = [name for name in multimodal.NAMES if name not in ("Whisper", "PatchTST", "Florence-2")]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise.analysis.mismatch import mismatches_named, without_options
 from headwise.analysis.token_sources import IDS, CallTokens, Place
 from headwise.analysis.view_diffusion import diffusion_steps, is_pipeline
-from headwise.analysis.view_pictures import difference_of_logits, picture_prompt, viewed_texts, with_generated
+from headwise.analysis.view_prompts import difference_of_logits, picture_prompt, viewed_texts, with_generated
 from headwise.analysis.view_result import View, ViewedRun, ViewedText, ViewSet, last_row
 from headwise.analysis.view_sounds import series_prompt, sound_prompt
 from headwise.analysis.viewer import Viewer

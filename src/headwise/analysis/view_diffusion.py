@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headwise.analysis.mismatch import without_options
 from headwise.analysis.patches import ElementPlaces
 from headwise.analysis.token_sources import IDS
-from headwise.analysis.view_pictures import EmbeddedText, PicturePrompt
+from headwise.analysis.view_prompts import EmbeddedText, Prompt
 from headwise.analysis.viewer import DISAGREEMENT
 from headwise.data.batches import call_by_names, floating_tensors, relative_difference
 from headwise.data.tokenization import require_text, special_ids
@@ -32,7 +32,7 @@ class DiffusionStep(NamedTuple):
     """
 
     number: int
-    prompt: PicturePrompt
+    prompt: Prompt
 
 
 class _ModelCall(NamedTuple):
@@ -118,7 +118,7 @@ def diffusion_steps(model: nn.Module, pipeline: Any, text: Any, count: int) -> t
         if not relative_difference(output, floating_tensors(call.output)[0][row : row + 1]) <= DISAGREEMENT:
             expected = "a model whose output for one element of a batch does not depend on the others"
             raise InputError("model", expected=expected, got="another output for the element alone")
-        prompt = PicturePrompt(inputs, {named[0]: places}, (run.picture,), {}, embedded=texts)
+        prompt = Prompt(inputs, {named[0]: places}, (run.picture,), {}, embedded=texts)
         steps.append(DiffusionStep(number + 1, prompt))
     return steps, len(run.latents)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.mismatch import without_options
 from headwise.analysis.patches import ElementPlaces
-from headwise.analysis.view_pictures import PicturePrompt, model_inputs
+from headwise.analysis.view_prompts import Prompt, model_inputs
 from headwise.data.batches import device_of
 from headwise.errors import InputError, errors_of, require
 from headwise.shapes import Float
@@ -42,7 +42,7 @@ class _TimeAxis(NamedTuple):
     places: Float[Tensor, " frames"]
 
 
-def sound_prompt(model: nn.Module, processor: Any, text: str | None, audio: Any) -> PicturePrompt:
+def sound_prompt(model: nn.Module, processor: Any, text: str | None, audio: Any) -> Prompt:
     """Return a prompt with a sound, as a processor prepares it for a model.
 
     Args:
@@ -93,10 +93,10 @@ def sound_prompt(model: nn.Module, processor: Any, text: str | None, audio: Any)
         pictures.append(_drawn_spectrogram(values, axis.places))
     inputs = {name: value.to(device_of(model)) for name, value in inputs.items()}
     baselines = {name: _of_mean(inputs[name], places[name]) for name in places}
-    return PicturePrompt(inputs, places, (pictures[0],), baselines, "sound", len(samples) / rate)
+    return Prompt(inputs, places, (pictures[0],), baselines, "sound", len(samples) / rate)
 
 
-def series_prompt(model: nn.Module, processor: Any, text: str | None, series: Any) -> PicturePrompt:
+def series_prompt(model: nn.Module, processor: Any, text: str | None, series: Any) -> Prompt:
     """Return the inputs of a model that reads a time series: its argument `past_values` or, of a module that is not of
     `transformers`, the first argument of its `forward`.
 
@@ -143,7 +143,7 @@ def series_prompt(model: nn.Module, processor: Any, text: str | None, series: An
     places = ElementPlaces(nothing, x.repeat_interleave(channels), y.repeat(time), nothing)
     inputs = {name: values[None].to(device_of(model))}
     baselines = {name: inputs[name].mean(1, keepdim=True).expand_as(inputs[name])}
-    return PicturePrompt(inputs, {name: places}, (_drawn_curves(columns),), baselines, "series", float(time))
+    return Prompt(inputs, {name: places}, (_drawn_curves(columns),), baselines, "series", float(time))
 
 
 def _of_mean(values: Tensor, places: ElementPlaces) -> Tensor:

@@ -1,4 +1,4 @@
-"""Views of models that read pictures: the prompt with its pictures, as texts whose tokens are words and patches."""
+"""Prompts with pictures, sound or numbers, and the texts that views show: their tokens are words and patches."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -43,8 +43,8 @@ class EmbeddedText(NamedTuple):
     tokenizers: Sequence[Any]
 
 
-class PicturePrompt(NamedTuple):
-    """Prompt with pictures, as a model reads it.
+class Prompt(NamedTuple):
+    """Prompt with pictures, sound or numbers, as a model reads it.
 
     Attributes:
         inputs: arguments of the model.
@@ -66,7 +66,7 @@ class PicturePrompt(NamedTuple):
     embedded: Mapping[str, EmbeddedText] = MappingProxyType({})
 
 
-def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: Any) -> PicturePrompt:
+def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: Any) -> Prompt:
     """Return a prompt with pictures, as a processor prepares it for a model. A text without the token of a picture is
     sent as the message of a user, by the chat template of the processor.
 
@@ -94,9 +94,7 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
         of_pixels, picture = pixel_places(images)
         pixels = images.to(device_of(model))
         baseline = pixels.mean((2, 3), keepdim=True).expand_as(pixels)
-        return PicturePrompt(
-            {"pixel_values": pixels}, {"pixel_values": of_pixels}, (picture,), {"pixel_values": baseline}
-        )
+        return Prompt({"pixel_values": pixels}, {"pixel_values": of_pixels}, (picture,), {"pixel_values": baseline})
     if not callable(processor):
         raise InputError("processor", expected="a processor of transformers", got=type(processor).__name__)
     if hasattr(processor, "convert_ids_to_tokens"):
@@ -130,7 +128,7 @@ def picture_prompt(model: nn.Module, processor: Any, text: str | None, images: A
     require_match(model, processor, inputs)
     device = device_of(model)
     inputs, blank = ({name: value.to(device) for name, value in each.items()} for each in (inputs, blank))
-    return PicturePrompt(inputs, places, pictures, {name: blank[name] for name in places})
+    return Prompt(inputs, places, pictures, {name: blank[name] for name in places})
 
 
 def model_inputs(model: nn.Module, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -250,7 +248,7 @@ def difference_of_logits(
 
 
 def viewed_texts(
-    model: nn.Module, prompt: PicturePrompt, inputs: Mapping[str, Tensor], tokenizer: Any, generated: int
+    model: nn.Module, prompt: Prompt, inputs: Mapping[str, Tensor], tokenizer: Any, generated: int
 ) -> tuple[list[ViewedText], list[Mapping[str, Tensor]], dict[Place, tuple[CallTokens, CallTokens]]]:
     """Return the sequences of tokens to which a model attends on a prompt with pictures, as texts, with the elements of
     the inputs on which the tokens of each text depend, and the tokens of the queries and keys of each attention call.
@@ -295,7 +293,7 @@ def viewed_texts(
 
 def _text_of(
     stream: TokenStream,
-    prompt: PicturePrompt,
+    prompt: Prompt,
     inputs: Mapping[str, Tensor],
     tokenizer: Any,
     generated: int,
@@ -374,7 +372,7 @@ def _text_of(
 
 
 def _read_ids(
-    name: str, prompt: PicturePrompt, inputs: Mapping[str, Tensor], tokenizer: Any
+    name: str, prompt: Prompt, inputs: Mapping[str, Tensor], tokenizer: Any
 ) -> tuple[Int[Tensor, " tokens"], Sequence[Any], Tensor | None]:
     """Return the token ids of a name that the model reads, the tokenizer of each, and the mask of their padding, if
     there is one.
@@ -391,7 +389,7 @@ def _read_ids(
     )
 
 
-def _labels(patches: Sequence[Patch | None], prompt: PicturePrompt) -> dict[int, str]:
+def _labels(patches: Sequence[Patch | None], prompt: Prompt) -> dict[int, str]:
     """Return the row and the column of each patch in its picture, by the index of the token, such as "(1, 2)". Of a
     sound or series, return the time of the patch's centre, such as "0.52 s" or "step 12", after the channel or the band
     of frequencies if there are several.
@@ -416,7 +414,7 @@ def _labels(patches: Sequence[Patch | None], prompt: PicturePrompt) -> dict[int,
     return labels
 
 
-def _padding(stream: TokenStream, prompt: PicturePrompt) -> set[int]:
+def _padding(stream: TokenStream, prompt: Prompt) -> set[int]:
     """Return the tokens that depend on padding of a sound, and may also depend on its end."""
     if prompt.kind != "sound":
         return set()
