@@ -98,7 +98,10 @@ def test_a_broken_file_of_weights_is_refused(tmp_path):
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(hw.InputError, match=r"^model: expected a folder with a config.json .*, got '.*'"):
+    with pytest.raises(hw.InputError, match=r"^model: expected a folder with a config.json .*, got '.*'$"):
+        load(str(tmp_path))
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(hw.InputError, match=r"^model: expected a folder with .*; hw.view\(pipeline.transformer"):
         load(str(tmp_path))
 
 

@@ -312,7 +312,10 @@ def find_model(name: str, revision: str | None = None, *, argument: str = "model
                 raise MissingExtra(needed, extra="gguf", purpose=f"reading {packaged.gguf}")
         return ModelSource(name, packaged.title, str(folder), {"gguf_file": packaged.gguf} if packaged.gguf else {})
     if not (Path(name) / "config.json").is_file():
-        raise InputError(argument, expected="a folder with a config.json (Hugging Face format)", got=repr(name))
+        is_pipeline = (Path(name) / "model_index.json").is_file()
+        remedy = "hw.view(pipeline.transformer, pipeline, text) views a pipeline of diffusers" if is_pipeline else None
+        expected = "a folder with a config.json (Hugging Face format)"
+        raise InputError(argument, expected=expected, got=repr(name), remedy=remedy)
     return ModelSource(name, Path(name).resolve().name, name, {})
 
 
