@@ -2,12 +2,16 @@
 of the pipeline, and the softmax of the queries and keys that torch's attention function receives.
 """
 
+import base64
 import functools
+import io
 import math
 
+import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 import headwise as hw
 import pipelines
@@ -141,8 +145,44 @@ def test_all_steps_are_viewed_by_default_and_have_a_page(tmp_path):
     hw.write_page(tmp_path / "page.html", steps)
     focus = steps[0].find(["red"], queries=[hw.Region(0.0, 0.0, 1.0, 1.0)])
     assert 0 < focus.table()["share"].max() < 1
-    assert not hasattr(pipeline.scheduler, "__wrapped__")
     assert "step" not in vars(pipeline.scheduler)
+
+
+@pytest.mark.parametrize("width", [16, 32])
+def test_a_view_shows_the_picture_that_the_pipeline_generates(width):
+    """Stochastic schedulers take the generator as an argument of their step."""
+    pipeline, own = pipelines.pipeline("PixArt")
+    pipeline.scheduler = diffusers.EulerAncestralDiscreteScheduler()
+    called = functools.partial(pipeline, width=width, **own)
+    (expected,) = called(prompt=pipelines.TEXT, generator=torch.Generator().manual_seed(3)).images
+    state = torch.get_rng_state()
+    steps = hw.view(
+        pipeline.transformer,
+        functools.partial(called, generator=torch.Generator().manual_seed(3)),
+        pipelines.TEXT,
+        generate=1,
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    source = steps[0].texts[side_of(steps[0])].pictures[0].source
+    shown = Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
+    assert shown.tobytes() == expected.tobytes()
+    assert "step" not in vars(pipeline.scheduler)
+
+
+def test_a_text_that_is_too_long_is_cut_off_on_request_alone():
+    pipeline, own = pipelines.pipeline("PixArt")
+    called = functools.partial(pipeline, width=16, **own)
+    text = " ".join(["red"] * 30)
+    with pytest.raises(hw.InputError, match="^text: expected a text that the pipeline reads whole, .*; truncate=True"):
+        hw.view(pipeline.transformer, called, text, generate=1)
+    (view,) = hw.view(pipeline.transformer, called, text, generate=1, truncate=True)
+    assert view.texts[0].truncated
+
+
+def test_pipelines_in_bfloat16_are_viewed():
+    pipeline, own = pipelines.pipeline("Stable Diffusion 3")
+    pipeline.to(torch.bfloat16)
+    assert len(hw.view(pipeline.transformer, functools.partial(pipeline, width=16, **own), pipelines.TEXT)) == 3
 
 
 MISTAKES = {
@@ -170,9 +210,18 @@ MISTAKES = {
     ),
     "a negative text with the same words": (
         lambda pipe: (pipe.transformer, functools.partial(pipe, negative_prompt="circle red a"), "a red circle", {}),
-        "^processor: expected a pipeline in which one element .*, got several that read the same words",
+        "^processor: expected a pipeline in which one call .*, got several elements with the same words",
     ),
 }
+
+
+def test_other_texts_for_other_text_encoders_are_refused():
+    pipeline, own = pipelines.pipeline("Stable Diffusion 3")
+    called = functools.partial(pipeline, width=16, prompt_2="a blue star", **own)
+    with pytest.raises(
+        hw.InputError, match="^processor: expected a pipeline that passes one text .* at the same place"
+    ):
+        hw.view(pipeline.transformer, called, pipelines.TEXT)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -190,7 +190,7 @@ def view(
     if is_pipeline(processor):
         others = {**media, "target": target}
         return _view_diffusion(
-            model, processor, text, [name for name in others if others[name] is not None], generate, shown
+            model, processor, text, [name for name in others if others[name] is not None], generate, truncate, shown
         )
     if isinstance(text, str) or text is None or not isinstance(text, Sequence):
         return view_one(text, media[named[0]] if named else None, target)
@@ -267,7 +267,13 @@ def _view_media(
 
 
 def _view_diffusion(
-    model: nn.Module, pipeline: Any, text: Any, others: Sequence[str], generate: int, shown: dict[str, Any]
+    model: nn.Module,
+    pipeline: Any,
+    text: Any,
+    others: Sequence[str],
+    generate: int,
+    truncate: bool,
+    shown: dict[str, Any],
 ) -> ViewSet:
     """Return the attention of each head in some steps of a diffusion pipeline. `others` are the names of further
     arguments of `view` that were passed; `generate` is the number of steps, and `shown` are the last arguments of
@@ -279,10 +285,10 @@ def _view_diffusion(
     require_module(model)
     views = []
     with torch.inference_mode(False):  # patches are derived from gradients
-        steps, count = diffusion_steps(model, pipeline, text, generate)
-        for number, prompt in steps:
+        steps, count = diffusion_steps(model, pipeline, text, generate, truncate=truncate)
+        for number, is_cut_off, prompt in steps:
             texts, tokens_of, calls = viewed_texts(model, prompt, prompt.inputs, None, 0)
-            texts[0] = replace(texts[0], text=f"step {number} of {count}: {text}")
+            texts[0] = replace(texts[0], text=f"step {number} of {count}: {text}", truncated=is_cut_off)
             views.append(view_of(model, texts, prompt.inputs, tokens_of=tokens_of, calls=calls, **shown))
     return ViewSet(tuple(views))
 

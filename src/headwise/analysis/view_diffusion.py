@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,12 @@ LARGEST_RESIDUAL = 1e-3
 
 
 class DiffusionStep(NamedTuple):
-    """One step of a diffusion pipeline, as its transformer reads it: its number, from 1, and the inputs of the
-    transformer, with the places of the latents in the generated picture.
+    """One step of a diffusion pipeline: its number, from 1; True if the end of the text was cut off; and what the
+    transformer reads, with the places of the latents in the generated picture.
     """
 
     number: int
+    is_cut_off: bool
     prompt: Prompt
 
 
@@ -78,7 +80,9 @@ def is_pipeline(processor: Any) -> bool:
     return hasattr(pipeline, "scheduler") and isinstance(getattr(pipeline, "components", None), Mapping)
 
 
-def diffusion_steps(model: nn.Module, pipeline: Any, text: Any, count: int) -> tuple[list[DiffusionStep], int]:
+def diffusion_steps(
+    model: nn.Module, pipeline: Any, text: Any, count: int, *, truncate: bool
+) -> tuple[list[DiffusionStep], int]:
     """Let a pipeline generate a picture from a text. Return `count` of its steps at equal distances, from the first to
     the last one (all steps for 0), and the number of all steps.
 
@@ -90,10 +94,11 @@ def diffusion_steps(model: nn.Module, pipeline: Any, text: Any, count: int) -> t
         pipeline: a pipeline of `diffusers`, in which `functools.partial` may bind options, such as the number of steps.
         text: the prompt.
         count: number of steps.
+        truncate: True if the pipeline may cut off a text that is too long.
 
     Raises:
-        InputError: the text is empty; the pipeline does not run, or does not return one picture; the latents, the text
-            or their places cannot be derived.
+        InputError: the text is empty or cut off; the pipeline does not run, or does not return one picture; the
+            latents, the text or their places cannot be derived.
     """
     require_text(text)
     run = _recorded(model, pipeline, text)
@@ -102,6 +107,11 @@ def diffusion_steps(model: nn.Module, pipeline: Any, text: Any, count: int) -> t
     steps = []
     for number in [round(each * (len(run.latents) - 1) / max(count - 1, 1)) for each in range(count)]:
         call, row, texts = _with_text([call for call in run.calls if call.step == number], run.encoded, text)
+
+        is_cut_off = _is_cut_off(texts, text)
+        if is_cut_off and not truncate:
+            expected, remedy = "a text that the pipeline reads whole", "truncate=True cuts it off"
+            raise InputError("text", expected=expected, got="one whose end it cuts off", remedy=remedy)
 
         def of_row(leaf: Any, row: int = row, batch: int = call.batch) -> Any:
             is_batch = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == batch
@@ -115,11 +125,12 @@ def diffusion_steps(model: nn.Module, pipeline: Any, text: Any, count: int) -> t
             raise InputError("model", expected=expected, got=f"{type(model).__name__}, which reads other numbers")
         with torch.no_grad(), errors_of("model", expected="a model that reads one element of the pipeline's batch"):
             output = floating_tensors(call_by_names(model, inputs))[0]
-        if not relative_difference(output, floating_tensors(call.output)[0][row : row + 1]) <= DISAGREEMENT:
+        rounding = max(DISAGREEMENT, 8 * torch.finfo(output.dtype).eps)
+        if not relative_difference(output, floating_tensors(call.output)[0][row : row + 1]) <= rounding:
             expected = "a model whose output for one element of a batch does not depend on the others"
             raise InputError("model", expected=expected, got="another output for the element alone")
         prompt = Prompt(inputs, {named[0]: places}, (run.picture,), {}, embedded=texts)
-        steps.append(DiffusionStep(number + 1, prompt))
+        steps.append(DiffusionStep(number + 1, is_cut_off, prompt))
     return steps, len(run.latents)
 
 
@@ -187,7 +198,12 @@ def _recorded(model: nn.Module, pipeline: Any, text: str) -> _PipelineRun:
 def _wrapped(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Replace a method of an object by a function that receives the method and its arguments."""
     method, was_own = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, lambda *arguments, **named: replacement(method, *arguments, **named))
+
+    @wraps(method)  # pipelines read its signature
+    def replaced(*arguments: Any, **named: Any) -> Any:
+        return replacement(method, *arguments, **named)
+
+    setattr(owner, name, replaced)
     try:
         yield
     finally:
@@ -223,39 +239,73 @@ def _with_text(
                     embedded = _embedded_text(name, value[row], encoded)
                     if any(each is not None for each in embedded.tokenizers):
                         texts[f"{name}_{IDS}" if texts else IDS] = embedded
-            read = 0
-            for _, ids, tokenizers in texts.values():
-                for tokenizer in {id(each): each for each in tokenizers if each is not None}.values():
-                    given = {token for written in (text, text.lower()) for token in tokenizer(written)[IDS]}
-                    own = [token for token, each in zip(ids[0].tolist(), tokenizers, strict=True) if each is tokenizer]
-                    read += len(given.intersection(own) - set(special_ids(tokenizer)))
+            read = sum(
+                len(given.intersection(own))
+                for embedded in texts.values()
+                for own, *forms in _token_ids(embedded, text)
+                for given in [set().union(*forms)]
+            )
             found.append((read, call, row, texts))
     found.sort(key=lambda each: -each[0])
-    if not found or not found[0][0] or (len(found) > 1 and found[0][0] == found[1][0]):
-        got = "several that read the same words" if found and found[0][0] else "none"
-        expected = "a pipeline in which one element of a batch reads the text, by the outputs of its text encoders"
-        raise InputError("processor", expected=expected, got=got)
+    expected = "a pipeline in which one call of the model in each step reads the text, in one element of its batch"
+    if not found or not found[0][0]:
+        raise InputError("processor", expected=expected, got="none that reads an output of a text encoder for it")
+    if len(found) > 1 and found[0][0] == found[1][0]:
+        got = "several elements" if found[0][1] is found[1][1] else "several calls"
+        raise InputError("processor", expected=expected, got=f"{got} with the same words")
     return found[0][1:]
+
+
+def _token_ids(embedded: EmbeddedText, text: str) -> Iterator[tuple[list[int], ...]]:
+    """Yield for each tokenizer of a text the ids that the model reads, and those of the given text, as it is and in
+    lower case; all without special tokens.
+    """
+    for tokenizer in {id(each): each for each in embedded.tokenizers if each is not None}.values():
+        own = [
+            token
+            for token, each in zip(embedded.ids[0].tolist(), embedded.tokenizers, strict=True)
+            if each is tokenizer
+        ]
+        special = special_ids(tokenizer)
+        forms = (tokenizer(written, verbose=False)[IDS] for written in (text, text.lower()))
+        yield tuple([token for token in ids if token not in special] for ids in (own, *forms))
+
+
+def _is_cut_off(texts: Mapping[str, EmbeddedText], text: str) -> bool:
+    """Return True if the model reads fewer tokens of a text than it has, by all of its tokenizers."""
+    sides = [side for embedded in texts.values() for side in _token_ids(embedded, text)]
+    return all(len(own) < min(map(len, forms)) for own, *forms in sides)
 
 
 def _embedded_text(name: str, rows: Float[Tensor, "tokens width"], encoded: Sequence[_Encoded]) -> EmbeddedText:
     """Return the token ids of an input of the model. A row of the input has the id for which a text encoder has
-    returned the same numbers, or -1.
+    returned the same numbers, or -1. Outputs of a second encoder may follow in the same row, for the same token.
     """
     compared = min(8, *(each.features.shape[-1] for each in encoded), rows.shape[-1])
     outputs: dict[bytes, list[tuple[Tensor, int, Any]]] = {}
+
+    def key_of(row: Tensor) -> bytes:
+        key: bytes = row[:compared].double().numpy().tobytes()
+        return key
+
     for each in encoded:
-        features = each.features.detach().to(rows.dtype).cpu().flatten(0, 1)
-        keys = features[:, :compared].double().contiguous().numpy()
-        for key, row, token in zip(keys, features, each.ids.flatten().tolist(), strict=True):
-            outputs.setdefault(key.tobytes(), []).append((row, token, each.tokenizer))
-    rows = rows.detach().cpu()
+        for row, token in zip(
+            each.features.to(rows.dtype).cpu().flatten(0, 1), each.ids.flatten().tolist(), strict=True
+        ):
+            outputs.setdefault(key_of(row), []).append((row, token, each.tokenizer))
     ids, tokenizers = torch.full((1, len(rows)), -1), [None] * len(rows)
-    for position, (key, row) in enumerate(zip(rows[:, :compared].double().contiguous().numpy(), rows, strict=True)):
-        for features, token, tokenizer in outputs.get(key.tobytes(), ()) if bool(row.any()) else ():
-            if torch.equal(features, row[: len(features)]):
+    for position, whole in enumerate(rows.cpu()):
+        rest, names = whole, set[str]()
+        while bool(rest.any()):
+            equal = (each for each in outputs.get(key_of(rest), ()) if torch.equal(each[0], rest[: len(each[0])]))
+            features, token, tokenizer = next(equal, (rest, -1, None))
+            if tokenizer is not None and not names:
                 ids[0, position], tokenizers[position] = token, tokenizer
-                break
+            names |= set() if tokenizer is None else {tokenizer.convert_ids_to_tokens(token)}
+            rest = rest[len(features) :]
+        if len(names) > 1:
+            got = f"{' and '.join(sorted(names))} at the same place"
+            raise InputError("processor", expected="a pipeline that passes one text to all text encoders", got=got)
     return EmbeddedText(name, ids, tokenizers)
 
 
@@ -294,7 +344,10 @@ def _places_of_latents(model: nn.Module, pipeline: Any, text: str, run: _Pipelin
             raise _Carried
 
         parts = without_options(pipeline)
+        generators = [each for each in getattr(pipeline, "keywords", {}).values() if isinstance(each, torch.Generator)]
+        states = [each.get_state() for each in generators]
         with (
+            torch.random.fork_rng(),
             errors_of("processor", expected="a pipeline that carries numbers in place of its latents"),
             _wrapped(model, "forward", lambda *_, **__: run.calls[0].output),
             _wrapped(parts.scheduler, "step", on_step),
@@ -302,6 +355,8 @@ def _places_of_latents(model: nn.Module, pipeline: Any, text: str, run: _Pipelin
             suppress(_Carried),
         ):
             pipeline(prompt=text)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
         if len(carried) != 1 or carried[0].numel() != len(digits) * last.numel():
             raise InputError(
                 "processor", expected="a pipeline that decodes a batch of latents", got="one that does not"
