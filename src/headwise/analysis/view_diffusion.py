@@ -15,7 +15,7 @@ from headwise.analysis.patches import ElementPlaces
 from headwise.analysis.token_sources import IDS
 from headwise.analysis.view_prompts import EmbeddedText, Prompt
 from headwise.analysis.viewer import DISAGREEMENT
-from headwise.data.batches import call_by_names, floating_tensors, relative_difference
+from headwise.data.batches import call_by_names, device_of, floating_tensors, relative_difference
 from headwise.data.tokenization import require_text, special_ids
 from headwise.errors import InputError, errors_of, require
 from headwise.shapes import Float, Int
@@ -343,11 +343,11 @@ def _places_of_latents(model: nn.Module, pipeline: Any, text: str, run: _Pipelin
             carried.append(arguments[0].clone())
             raise _Carried
 
-        parts = without_options(pipeline)
+        parts, device = without_options(pipeline), device_of(model)
         generators = [each for each in getattr(pipeline, "keywords", {}).values() if isinstance(each, torch.Generator)]
         states = [each.get_state() for each in generators]
         with (
-            torch.random.fork_rng(),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
             errors_of("processor", expected="a pipeline that carries numbers in place of its latents"),
             _wrapped(model, "forward", lambda *_, **__: run.calls[0].output),
             _wrapped(parts.scheduler, "step", on_step),
