@@ -185,6 +185,12 @@ def test_pipelines_in_bfloat16_are_viewed():
     assert len(hw.view(pipeline.transformer, functools.partial(pipeline, width=16, **own), pipelines.TEXT)) == 3
 
 
+def cropped(pipeline):
+    """Return a pipeline that returns a part of its picture."""
+    pipeline.image_processor.postprocess = lambda image, **options: [Image.new("RGB", (8, 16))]
+    return pipeline
+
+
 MISTAKES = {
     "the pipeline as model": (
         lambda pipe: (pipe, pipe, "a red circle", {}),
@@ -200,6 +206,10 @@ MISTAKES = {
         lambda pipe: (pipe.transformer, pipe, "a red circle", {"images": "red.png"}),
         "^text: expected one text alone for a diffusion pipeline, got one with images",
     ),
+    "a cropped picture": (
+        lambda pipe: (pipe.transformer, cropped(pipe), "a red circle", {}),
+        "^processor: expected a pipeline that returns the whole decoded picture, got 8 x 16 of 16 x 16 pixels; bind",
+    ),
     "latents": (
         lambda pipe: (pipe.transformer, functools.partial(pipe, output_type="latent"), "a red circle", {}),
         "^processor: expected a pipeline that returns a list of one PIL.Image, got ",
@@ -209,10 +219,28 @@ MISTAKES = {
         "^processor: expected a pipeline that returns a list of one PIL.Image, got 2 of them",
     ),
     "a negative text with the same words": (
-        lambda pipe: (pipe.transformer, functools.partial(pipe, negative_prompt="circle red a"), "a red circle", {}),
+        lambda pipe: (
+            pipe.transformer,
+            functools.partial(pipe, negative_prompt="blue a red circle"),
+            "a red circle",
+            {},
+        ),
         "^processor: expected a pipeline in which one call .*, got several elements with the same words",
     ),
 }
+
+
+def test_a_negative_text_with_words_of_the_text_is_not_taken_for_it():
+    pipeline, own = pipelines.pipeline("Flux")
+    called = functools.partial(
+        pipeline, width=16, prompt_2="a blue star", negative_prompt="a red square", true_cfg_scale=3.0, **own
+    )
+    with pytest.raises(
+        hw.InputError, match="^processor: expected a pipeline in which one call .*, got none that reads"
+    ):
+        hw.view(pipeline.transformer, called, "a red circle", generate=1)
+    (view,) = hw.view(pipeline.transformer, called, "a blue star", generate=1)
+    assert view.texts[0].ids[0, :3].tolist() == pipeline.tokenizer_2("a blue star").input_ids[:3]
 
 
 def test_other_texts_for_other_text_encoders_are_refused():

@@ -83,10 +83,9 @@ class TokenStream:
     tokens_of: Mapping[str, Int[Tensor, "rows elements"]]
 
     @property
-    def ids_name(self) -> str | None:
-        """Name of the input of token ids of which some are tokens of this stream; None if there is none."""
-        named = (name for name, tokens in self.tokens_of.items() if name.endswith(IDS) and bool((tokens >= 0).any()))
-        return next(named, None)
+    def ids_names(self) -> list[str]:
+        """Names of the inputs of token ids of which some are tokens of this stream."""
+        return [name for name, tokens in self.tokens_of.items() if name.endswith(IDS) and bool((tokens >= 0).any())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +161,9 @@ def token_sources(
             runs.unknown[place] = f"the sources of the tokens in {place.site.label}"
             continue
         calls.setdefault(place, []).append(CallTokens(number, runs.rows[place, is_key]))
+    for place, sides in calls.items():
+        if not place.site.cross and sides[0].stream != sides[-1].stream:
+            runs.unknown[place] = f"the keys of {place.site.label}, which are of other tokens than its queries"
     known = {place: (sides[0], sides[-1]) for place, sides in calls.items() if place not in runs.unknown}
     return TokenSources(tuple(streams), known, runs.unknown)
 
@@ -529,12 +531,21 @@ def _tokens_of_call(call: Call) -> list[tuple[Float[Tensor, "_ _"], Int[Tensor, 
     if not queries:
         return None
     sides = [(joined(queries), rows)]
+
+    def is_other(tensor: Tensor) -> bool:
+        return all(tensor is not each for each in queries)
+
     key_maps, key_rows = rows_of(None if compared is None else compared.keys, grid.keys)
     if call.site.cross:
-        keys = tokens_among([each for each in received if all(each is not other for other in queries)], key_maps)
+        keys = tokens_among([each for each in received if is_other(each)], key_maps)
         if not keys:
             return None
         sides.append((joined(keys), key_rows))
+    elif others := [each for each in received if any(of_keys.maps(each) for of_keys in key_maps) and is_other(each)]:
+        # Keys of a tensor of their own may be other tokens.
+        if len(others) < len(key_maps):
+            return None
+        sides.append((joined(others), key_rows))
     elif [each.size for each in key_maps] != [each.size for each in maps]:
         return None
     elif not torch.equal(key_rows, rows):

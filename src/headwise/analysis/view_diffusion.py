@@ -144,7 +144,7 @@ def _recorded(model: nn.Module, pipeline: Any, text: str) -> _PipelineRun:
     calls: list[_ModelCall] = []
     encoded: list[_Encoded] = []
     latents: list[tuple[Tensor, Tensor]] = []
-    drawn: list[Tensor] = []
+    drawn: list[tuple[Tensor, torch.Size]] = []  # what the decoder received, and the size of its output
     signature = inspect.signature(model.forward)
 
     def on_call(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -170,8 +170,9 @@ def _recorded(model: nn.Module, pipeline: Any, text: str) -> _PipelineRun:
         return result
 
     def on_decode(decode: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        drawn.append(arguments[0].clone())
-        return decode(*arguments, **named)
+        result = decode(*arguments, **named)
+        drawn.append((arguments[0].clone(), floating_tensors(result)[0].shape))
+        return result
 
     with ExitStack() as stack:
         for name, part in parts.components.items():
@@ -184,14 +185,25 @@ def _recorded(model: nn.Module, pipeline: Any, text: str) -> _PipelineRun:
             stack.enter_context(_wrapped(parts.vae, "decode", on_decode))
         stack.enter_context(errors_of("processor", expected="a pipeline that generates a picture from this text"))
         pictures = getattr(pipeline(prompt=text), "images", None)
+    if not (latents and calls and encoded):
+        lacking = "text encoder" if latents and calls else f"{type(model).__name__} and scheduler"
+        raise InputError("processor", expected=f"a pipeline that calls its {lacking}", got="one that does not")
+    shown, shape = drawn[-1] if drawn else (latents[-1][1], latents[-1][1].shape)
+    return _PipelineRun(calls, encoded, latents, shown, _only_picture(pictures, shape[-2:]))
+
+
+def _only_picture(pictures: Any, size: Sequence[int]) -> Any:
+    """Return the only picture that a pipeline has returned, whose decoder has returned one of a height and width."""
     image = require("PIL.Image", purpose="showing a picture", extra="plot").Image
     if not isinstance(pictures, list) or len(pictures) != 1 or not isinstance(pictures[0], image):
         got = f"{len(pictures)} of them" if isinstance(pictures, list) else type(pictures).__name__
         raise InputError("processor", expected="a pipeline that returns a list of one PIL.Image", got=got)
-    if not (latents and calls and encoded):
-        lacking = "text encoder" if latents and calls else f"{type(model).__name__} and scheduler"
-        raise InputError("processor", expected=f"a pipeline that calls its {lacking}", got="one that does not")
-    return _PipelineRun(calls, encoded, latents, drawn[-1] if drawn else latents[-1][1], pictures[0])
+    if tuple(size) != (pictures[0].height, pictures[0].width):
+        got = f"{pictures[0].width} x {pictures[0].height} of {size[1]} x {size[0]} pixels"
+        remedy = "bind use_resolution_binning=False, or another size"
+        expected = "a pipeline that returns the whole decoded picture"
+        raise InputError("processor", expected=expected, got=got, remedy=remedy)
+    return pictures[0]
 
 
 @contextmanager
@@ -227,10 +239,11 @@ def _is_scaled(one: Tensor, other: Tensor) -> bool:
 def _with_text(
     calls: Sequence[_ModelCall], encoded: Sequence[_Encoded], text: str
 ) -> tuple[_ModelCall, int, dict[str, EmbeddedText]]:
-    """Return the call of the model, and the element of its batch, that reads most tokens of a text, with the texts that
-    it reads, by the name of their token ids. Other elements have no prompt, or a negative one.
+    """Return the call of the model, and the element of its batch, that reads a text, with the texts that it reads, by
+    the name of their token ids. Other elements have no prompt, or a negative one. If the pipeline has changed the text,
+    so that it is found nowhere, it is that of the only element with words.
     """
-    found: list[tuple[int, _ModelCall, int, dict[str, EmbeddedText]]] = []
+    found: list[tuple[_ModelCall, int, dict[str, EmbeddedText]]] = []
     for call in calls:
         for row in range(call.batch):
             texts: dict[str, EmbeddedText] = {}
@@ -239,21 +252,33 @@ def _with_text(
                     embedded = _embedded_text(name, value[row], encoded)
                     if any(each is not None for each in embedded.tokenizers):
                         texts[f"{name}_{IDS}" if texts else IDS] = embedded
-            read = sum(
-                len(given.intersection(own))
-                for embedded in texts.values()
-                for own, *forms in _token_ids(embedded, text)
-                for given in [set().union(*forms)]
-            )
-            found.append((read, call, row, texts))
-    found.sort(key=lambda each: -each[0])
+            if any(own for embedded in texts.values() for own, *_ in _token_ids(embedded, text)):
+                found.append((call, row, texts))
+    exact = [each for each in found if _has_text(each[2], text)]
+    chosen = exact or found
+    if len(chosen) == 1:
+        return chosen[0]
     expected = "a pipeline in which one call of the model in each step reads the text, in one element of its batch"
-    if not found or not found[0][0]:
-        raise InputError("processor", expected=expected, got="none that reads an output of a text encoder for it")
-    if len(found) > 1 and found[0][0] == found[1][0]:
-        got = "several elements" if found[0][1] is found[1][1] else "several calls"
-        raise InputError("processor", expected=expected, got=f"{got} with the same words")
-    return found[0][1:]
+    got = "none that reads an output of a text encoder for it"
+    if len(exact) > 1:
+        got = f"several {'elements' if exact[0][0] is exact[1][0] else 'calls'} with the same words"
+    raise InputError("processor", expected=expected, got=got)
+
+
+def _has_text(texts: Mapping[str, EmbeddedText], text: str) -> bool:
+    """Return True if the tokens of a text are among those that the model reads, one after the other, or if the model
+    reads the beginning of the text. In a template, the first token may be another one.
+    """
+    for embedded in texts.values():
+        for own, *forms in _token_ids(embedded, text):
+            for form in forms:
+                parts = [form, form[1:]] if len(form) > 2 else [form]
+                starts = range(len(own))
+                if form[: len(own)] == own or any(
+                    own[start : start + len(part)] == part for part in parts for start in starts
+                ):
+                    return True
+    return False
 
 
 def _token_ids(embedded: EmbeddedText, text: str) -> Iterator[tuple[list[int], ...]]:

@@ -26,7 +26,7 @@ from headwise.data.batches import device_of, is_encoder_decoder
 from headwise.data.tokenization import Token, Word, decoded_words
 from headwise.errors import InputError, errors_of, require
 from headwise.page.contents import Patch
-from headwise.shapes import Float, Int
+from headwise.shapes import Bool, Float, Int
 
 
 class EmbeddedText(NamedTuple):
@@ -269,7 +269,7 @@ def viewed_texts(
     # The last ids are those that the model has generated.
     last = [name for name in inputs if name.endswith(IDS) and not name.startswith("qformer")][-1:]
     texts = {
-        number: _text_of(stream, prompt, inputs, tokenizer, generated if stream.ids_name in last else 0)
+        number: _text_of(stream, prompt, inputs, tokenizer, generated if stream.ids_names == last else 0)
         for number, stream in enumerate(sources.streams)
         if number in used
     }
@@ -304,12 +304,13 @@ def _text_of(
     """
     shown, patches = patches_of(stream, prompt.places)
     position_of = torch.full((stream.size,), -1)
-    ids_name = stream.ids_name
-    ids, tokenizers, mask = (None, (), None) if ids_name is None else _read_ids(ids_name, prompt, inputs, tokenizer)
-    if ids_name is not None and ids is not None:
-        for tokens in stream.tokens_of[ids_name]:
-            is_read = (tokens >= 0) & (ids >= 0)
-            position_of[tokens[is_read]] = is_read.nonzero()[:, 0]
+    ids, tokenizers, is_masked = _read_ids(stream.ids_names, prompt, inputs, tokenizer)
+    first = 0
+    for name in stream.ids_names:
+        for tokens in stream.tokens_of[name]:
+            is_read = (tokens >= 0) & (ids[first : first + len(tokens)] >= 0)
+            position_of[tokens[is_read]] = first + is_read.nonzero()[:, 0]
+        first += stream.tokens_of[name].shape[1]
     positions: list[int] = position_of.tolist()
     labels = _labels(patches, prompt)
     padding = _padding(stream, prompt)
@@ -320,7 +321,6 @@ def _text_of(
     while start < stream.size:
         stop = start + 1
         if positions[start] >= 0 and patches[start] is None:
-            assert ids is not None
             first, own = positions[start], tokenizers[positions[start]]
             while (
                 stop < stream.size
@@ -337,7 +337,7 @@ def _text_of(
         else:
             is_patch = patches[start] is not None
             label = labels.get(start, "padding" if start in padding else f"token {start}")
-            if not is_patch and ids is not None and len(ids) == stream.size and tokenizer is not None:
+            if not is_patch and len(ids) == stream.size and tokenizer is not None:
                 label = tokenizer.convert_ids_to_tokens(int(ids[start]))
             word_of.append(len(words))
             words.append(Word(label, not is_patch, is_patch))
@@ -346,15 +346,15 @@ def _text_of(
     is_patch_word = {word for word, patch in zip(word_of, patches, strict=True) if patch is not None}
     kept = [word.text for index, word in enumerate(words) if not word.special and index not in is_patch_word]
     viewed_ids = None
-    if ids is not None:  # patches are different tokens, although the model's ids of them are the same
+    if len(ids):  # patches are different tokens, although the model's ids of them are the same
         viewed_ids = torch.where(position_of >= 0, ids[position_of.clamp(min=0)], -1 - torch.arange(stream.size))[None]
     is_padding = None
-    if ids is not None and mask is not None and mask.shape == (1, len(ids)) and not bool(mask.all()):
-        is_padding = (position_of >= 0) & (mask[0].cpu() == 0)[position_of.clamp(min=0)]
-    if ids_name is None:
+    if bool(is_masked.any()):
+        is_padding = (position_of >= 0) & is_masked[position_of.clamp(min=0)]
+    if not stream.ids_names:
         name = prompt.kind if shown else "tokens"
     else:
-        name = "prompt" if shown else ids_name.removesuffix(IDS).removesuffix("_") or "text"
+        name = "prompt" if shown else stream.ids_names[0].removesuffix(IDS).removesuffix("_") or "text"
     return ViewedText(
         name,
         " ".join(kept),
@@ -372,21 +372,23 @@ def _text_of(
 
 
 def _read_ids(
-    name: str, prompt: Prompt, inputs: Mapping[str, Tensor], tokenizer: Any
-) -> tuple[Int[Tensor, " tokens"], Sequence[Any], Tensor | None]:
-    """Return the token ids of a name that the model reads, the tokenizer of each, and the mask of their padding, if
-    there is one.
-    """
-    if name not in prompt.embedded:
-        ids = inputs[name][0].cpu()
-        return ids, [tokenizer] * len(ids), inputs.get("attention_mask") if name == IDS else None
-    embedded = prompt.embedded[name]
-    masks = (inputs[each] for each in inputs if each.endswith("attention_mask"))
-    return (
-        embedded.ids[0],
-        embedded.tokenizers,
-        next((each for each in masks if each.shape == embedded.ids.shape), None),
-    )
+    names: Sequence[str], prompt: Prompt, inputs: Mapping[str, Tensor], tokenizer: Any
+) -> tuple[Int[Tensor, " tokens"], list[Any], Bool[Tensor, " tokens"]]:
+    """Return the token ids of some names that the model reads, the tokenizer of each, and True at padding."""
+    ids, tokenizers, is_padding = [torch.zeros(0, dtype=torch.long)], list[Any](), [torch.zeros(0, dtype=torch.bool)]
+    for name in names:
+        if name in prompt.embedded:
+            of_name = prompt.embedded[name].ids
+            tokenizers += prompt.embedded[name].tokenizers
+            masks = [inputs[each] for each in inputs if each.endswith("attention_mask")]
+        else:
+            of_name = inputs[name].cpu()
+            tokenizers += [tokenizer] * of_name.shape[1]
+            masks = [inputs["attention_mask"]] if name == IDS and "attention_mask" in inputs else []
+        ids.append(of_name[0])
+        fitting = (each[0].cpu() == 0 for each in masks if each.shape == of_name.shape)
+        is_padding.append(next(fitting, torch.zeros(len(of_name[0]), dtype=torch.bool)))
+    return torch.cat(ids), tokenizers, torch.cat(is_padding)
 
 
 def _labels(patches: Sequence[Patch | None], prompt: Prompt) -> dict[int, str]:
