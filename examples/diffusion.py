@@ -245,14 +245,18 @@ def views_of(pipeline: diffusers.PixArtAlphaPipeline, caption: tuple, seed: int)
     return picture, views.select(layers={head.layer for head in views[0].heads if head.kind == "cross"})
 
 
-def measure(pipeline: diffusers.PixArtAlphaPipeline, captions: list[tuple]) -> tuple[dict, hw.ViewSet]:
+def measure(pipeline: diffusers.PixArtAlphaPipeline, captions: list[tuple]) -> tuple[dict, tuple]:
     """Return for each role whether the heads point at the shape that a word names, and at the other shape, both as
     `(captions, steps, heads)`, and chance, `(captions)`. Values of the two words of a caption are averaged. Return also
-    the views of the last caption.
+    caption, picture and views of an example: the first one whose picture is right, if there is one.
     """
+    most, example = -1, ()
     results = {role: {"accuracy": [], "other": [], "chance": []} for role in ("colour", "name")}
     for seed, caption in enumerate(captions):
         picture, views = views_of(pipeline, caption, seed)
+        right = sum(is_right(picture, caption))
+        if right > most:
+            most, example = right, (caption, picture, views)
         side = scenes.SIDE // REDUCTION // PATCH
         pixels = {name: each.reshape(side, PATCH, side, PATCH) for name, each in colours_of(picture).items()}
         inside = np.stack([pixels[caption[k]].mean((1, 3)).ravel() >= 0.5 for k in (0, 3)])
@@ -265,10 +269,10 @@ def measure(pipeline: diffusers.PixArtAlphaPipeline, captions: list[tuple]) -> t
             values["other"].append(np.mean([inside[1 - k][strongest[..., k]] for k in (0, 1)], axis=0))
             values["chance"].append(inside.mean())
     arrays = {role: {name: np.stack(each) for name, each in values.items()} for role, values in results.items()}
-    return arrays, views
+    return arrays, example
 
 
-def draw_attention(picture: Image.Image, views: hw.ViewSet, caption: tuple, row: dict, path: Path) -> None:
+def draw_attention(caption: tuple, picture: Image.Image, views: hw.ViewSet, row: dict, path: Path) -> None:
     """Draw a generated picture, and the attention of one head from its patches to the two colours."""
     view = next(each for each in views if each.text.startswith(f"step {row['step']} of "))
     weights = view.head(row["layer"], row["head"]).attention.weights.weights
@@ -296,7 +300,7 @@ def check(options: argparse.Namespace) -> None:
     pipeline.set_progress_bar_config(disable=True)
     captions, random = all_captions(), np.random.default_rng(options.seed)
     chosen_on, _ = measure(pipeline, captions["validation"][: options.test])
-    tested_on, views = measure(pipeline, captions["test"][: options.test])
+    tested_on, (caption, picture, views) = measure(pipeline, captions["test"][: options.test])
     heads = [(head.layer, head.head) for head in views[0].heads]
     steps = [int(view.text.split()[1]) for view in views]
     gains = np.stack([each["accuracy"] - each["chance"][:, None, None] for each in tested_on.values()], axis=1)
@@ -326,8 +330,7 @@ def check(options: argparse.Namespace) -> None:
                 f"p {row['p_holm']:.0e}"
             )
     if options.picture:
-        caption = captions["test"][0]
-        draw_attention(*views_of(pipeline, caption, 0), caption, roles["colour"]["chosen"], options.picture)
+        draw_attention(caption, picture, views, roles["colour"]["chosen"], options.picture)
     if options.results:
         lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
         names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -351,7 +354,7 @@ def main() -> None:
     folder.add_argument("--check", type=Path, help="folder of the trained pipeline whose heads are measured")
     parser.add_argument("--results", type=Path, help="JSON file for the measured heads")
     parser.add_argument("--picture", type=Path, help="file for a picture of the best head's attention")
-    parser.add_argument("--steps", type=int, default=2400, help="training steps of the transformer")
+    parser.add_argument("--steps", type=int, default=1400, help="training steps of the transformer")
     parser.add_argument("--autoencoder-steps", type=int, default=400, help="training steps of the autoencoder")
     parser.add_argument("--pool", type=int, default=16384, help="number of training pictures")
     parser.add_argument("--test", type=int, default=90, help="captions of each split that is measured")
