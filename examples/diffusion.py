@@ -61,7 +61,7 @@ NEAR, LEAST = 75, 20
 """Largest distance of a pixel from its colour in RGB (0 to 255), and least number of pixels of a drawn colour."""
 OPTIONS = {"num_inference_steps": 20, "guidance_scale": 3.0, "max_sequence_length": WORDS}
 OPTIONS |= {"use_resolution_binning": False, "clean_caption": False}
-VIEWED, RESAMPLES = 5, 5000
+RESAMPLES = 5000
 
 
 def all_captions() -> dict[str, list[tuple]]:
@@ -236,16 +236,18 @@ def train(options: argparse.Namespace) -> None:
     (options.out / "training.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
-def views_of(pipeline: diffusers.PixArtAlphaPipeline, caption: tuple, seed: int) -> tuple[Image.Image, hw.ViewSet]:
-    """Return the picture of a caption, and the views of the cross-attention in its steps."""
+def views_of(
+    pipeline: diffusers.PixArtAlphaPipeline, caption: tuple, seed: int, steps: int
+) -> tuple[Image.Image, hw.ViewSet]:
+    """Return the picture of a caption, and the views of the cross-attention in some of its steps."""
     text, generator = text_of(caption), torch.Generator()
     picture = pipeline(text, generator=generator.manual_seed(seed), **OPTIONS).images[0]
     generate = functools.partial(pipeline, generator=generator.manual_seed(seed), **OPTIONS)
-    views = hw.view(pipeline.transformer, generate, text, generate=VIEWED)
+    views = hw.view(pipeline.transformer, generate, text, generate=steps)
     return picture, views.select(layers={head.layer for head in views[0].heads if head.kind == "cross"})
 
 
-def measure(pipeline: diffusers.PixArtAlphaPipeline, captions: list[tuple]) -> tuple[dict, tuple]:
+def measure(pipeline: diffusers.PixArtAlphaPipeline, captions: list[tuple], steps: int) -> tuple[dict, tuple]:
     """Return for each role whether the heads point at the shape that a word names, and at the other shape, both as
     `(captions, steps, heads)`, and chance, `(captions)`. Values of the two words of a caption are averaged. Return also
     caption, picture and views of an example: the first one whose picture is right, if there is one.
@@ -253,7 +255,7 @@ def measure(pipeline: diffusers.PixArtAlphaPipeline, captions: list[tuple]) -> t
     most, example = -1, ()
     results = {role: {"accuracy": [], "other": [], "chance": []} for role in ("colour", "name")}
     for seed, caption in enumerate(captions):
-        picture, views = views_of(pipeline, caption, seed)
+        picture, views = views_of(pipeline, caption, seed, steps)
         right = sum(is_right(picture, caption))
         if right > most:
             most, example = right, (caption, picture, views)
@@ -299,8 +301,8 @@ def check(options: argparse.Namespace) -> None:
     pipeline = diffusers.PixArtAlphaPipeline.from_pretrained(options.check)
     pipeline.set_progress_bar_config(disable=True)
     captions, random = all_captions(), np.random.default_rng(options.seed)
-    chosen_on, _ = measure(pipeline, captions["validation"][: options.test])
-    tested_on, (caption, picture, views) = measure(pipeline, captions["test"][: options.test])
+    chosen_on, _ = measure(pipeline, captions["validation"][: options.test], options.viewed)
+    tested_on, (caption, picture, views) = measure(pipeline, captions["test"][: options.test], options.viewed)
     heads = [(head.layer, head.head) for head in views[0].heads]
     steps = [int(view.text.split()[1]) for view in views]
     gains = np.stack([each["accuracy"] - each["chance"][:, None, None] for each in tested_on.values()], axis=1)
@@ -358,6 +360,9 @@ def main() -> None:
     parser.add_argument("--autoencoder-steps", type=int, default=400, help="training steps of the autoencoder")
     parser.add_argument("--pool", type=int, default=16384, help="number of training pictures")
     parser.add_argument("--test", type=int, default=90, help="captions of each split that is measured")
+    parser.add_argument(
+        "--viewed", type=int, default=5, help="number of measured steps, from the first to the last one"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(2)
