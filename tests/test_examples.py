@@ -78,3 +78,18 @@ def test_the_digits_are_trained(tmp_path):
     model = transformers.ViTForImageClassification.from_pretrained(tmp_path).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
     assert processor.size["height"] == model.config.image_size
+
+
+def test_the_diffusion_transformer_is_trained_and_measured(tmp_path):
+    folder, out, picture = tmp_path / "diffusion", tmp_path / "results.json", tmp_path / "attention.png"
+    few = ("--steps", 2, "--autoencoder-steps", 2, "--pool", 64, "--test", 1)
+    printed = run(EXAMPLES / "diffusion.py", "--out", folder, *few)
+    assert "drawn, test: colours and places right for 1.000 of 1 captions, shapes, too: 1.000" in printed
+    run(
+        EXAMPLES / "diffusion.py", "--check", folder, "--test", 1, "--viewed", 1, "--results", out, "--picture", picture
+    )
+    results, kept = json.loads(out.read_text()), json.loads((EXAMPLES / "diffusion.json").read_text())
+    assert results.keys() == kept.keys()
+    for role, values in results["pointing"].items():
+        assert len(kept["pointing"][role]["heads"]) == 5 * len(values["heads"]) == 5 * 3 * 4
+    assert picture.stat().st_size > 0
