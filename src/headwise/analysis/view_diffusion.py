@@ -252,7 +252,7 @@ def _with_text(
                     embedded = _embedded_text(name, value[row], encoded)
                     if any(each is not None for each in embedded.tokenizers):
                         texts[f"{name}_{IDS}" if texts else IDS] = embedded
-            if any(own for embedded in texts.values() for own, *_ in _token_ids(embedded, text)):
+            if any(_token_ids(embedded, text) for embedded in texts.values()):
                 found.append((call, row, texts))
     exact = [each for each in found if _has_text(each[2], text)]
     chosen = exact or found
@@ -269,37 +269,33 @@ def _has_text(texts: Mapping[str, EmbeddedText], text: str) -> bool:
     """Return True if the tokens of a text are among those that the model reads, one after the other, or if the model
     reads the beginning of the text. In a template, the first token may be another one.
     """
-    for embedded in texts.values():
-        for own, *forms in _token_ids(embedded, text):
-            for form in forms:
-                parts = [form, form[1:]] if len(form) > 2 else [form]
-                starts = range(len(own))
-                if form[: len(own)] == own or any(
-                    own[start : start + len(part)] == part for part in parts for start in starts
-                ):
-                    return True
+    for own, *forms in (side for embedded in texts.values() for side in _token_ids(embedded, text)):
+        for form in forms:
+            parts = [form, form[1:]] if len(form) > 2 else [form]
+            is_inside = any(own[start : start + len(part)] == part for part in parts for start in range(len(own)))
+            if is_inside or form[: len(own)] == own:
+                return True
     return False
-
-
-def _token_ids(embedded: EmbeddedText, text: str) -> Iterator[tuple[list[int], ...]]:
-    """Yield for each tokenizer of a text the ids that the model reads, and those of the given text, as it is and in
-    lower case; all without special tokens.
-    """
-    for tokenizer in {id(each): each for each in embedded.tokenizers if each is not None}.values():
-        own = [
-            token
-            for token, each in zip(embedded.ids[0].tolist(), embedded.tokenizers, strict=True)
-            if each is tokenizer
-        ]
-        special = special_ids(tokenizer)
-        forms = (tokenizer(written, verbose=False)[IDS] for written in (text, text.lower()))
-        yield tuple([token for token in ids if token not in special] for ids in (own, *forms))
 
 
 def _is_cut_off(texts: Mapping[str, EmbeddedText], text: str) -> bool:
     """Return True if the model reads fewer tokens of a text than it has, by all of its tokenizers."""
     sides = [side for embedded in texts.values() for side in _token_ids(embedded, text)]
     return all(len(own) < min(map(len, forms)) for own, *forms in sides)
+
+
+def _token_ids(embedded: EmbeddedText, text: str) -> list[tuple[list[int], ...]]:
+    """Return for each tokenizer with words that the model reads the ids that it reads, and those of the given text, as
+    it is and in lower case; all without special tokens.
+    """
+    sides = []
+    for tokenizer in {id(each): each for each in embedded.tokenizers if each is not None}.values():
+        tokens = zip(embedded.ids[0].tolist(), embedded.tokenizers, strict=True)
+        read = [token for token, each in tokens if each is tokenizer]
+        forms = (tokenizer(written, verbose=False)[IDS] for written in (text, text.lower()))
+        special = special_ids(tokenizer)
+        sides.append(tuple([token for token in ids if token not in special] for ids in (read, *forms)))
+    return [side for side in sides if side[0]]
 
 
 def _embedded_text(name: str, rows: Float[Tensor, "tokens width"], encoded: Sequence[_Encoded]) -> EmbeddedText:
@@ -348,11 +344,7 @@ def _places_of_latents(model: nn.Module, pipeline: Any, text: str, run: _Pipelin
     numbers = torch.arange(last.numel())
     if not _is_scaled(last, shown):
         powers = [BASE**power for power in range(10) if BASE**power < last.numel()]
-        digits = [
-            torch.zeros_like(numbers),
-            torch.full_like(numbers, BASE),
-            *(numbers // each % BASE for each in powers),
-        ]
+        digits = [0 * numbers, 0 * numbers + BASE, *(numbers // each % BASE for each in powers)]
         carried: list[Tensor] = []
         done: list[None] = []
 
@@ -383,18 +375,14 @@ def _places_of_latents(model: nn.Module, pipeline: Any, text: str, run: _Pipelin
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         if len(carried) != 1 or carried[0].numel() != len(digits) * last.numel():
-            raise InputError(
-                "processor", expected="a pipeline that decodes a batch of latents", got="one that does not"
-            )
+            expected = "a pipeline that decodes a batch of latents"
+            raise InputError("processor", expected=expected, got="one that does not")
         nothing, unit, *read = carried[0].double().cpu().flatten(1)
-        placed = sum(
-            (((each - nothing) / (unit - nothing) * BASE).round().long() * power)
-            for each, power in zip(read, powers, strict=True)
-        )
+        decoded = (((each - nothing) / (unit - nothing) * BASE).round().long() for each in read)
+        placed = sum(digit * power for digit, power in zip(decoded, powers, strict=True))
         if not torch.equal(placed.sort().values, numbers):
-            raise InputError(
-                "processor", expected="a pipeline that decodes each of its latents", got="one that mixes them"
-            )
+            expected = "a pipeline that decodes each of its latents"
+            raise InputError("processor", expected=expected, got="one that mixes them")
         numbers[placed] = torch.arange(last.numel())
     height, width = shown.shape[-2:]
     y, x = (numbers // width % height + 0.5).double() / height, (numbers % width + 0.5).double() / width
