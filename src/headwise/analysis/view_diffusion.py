@@ -70,8 +70,8 @@ class _PipelineRun(NamedTuple):
     picture: Any
 
 
-class _Carried(Exception):
-    """Exception that stops a pipeline when its decoder receives the latents."""
+class _Stopped(Exception):
+    """Exception that stops a pipeline before it is finished."""
 
 
 def is_pipeline(processor: Any) -> bool:
@@ -86,8 +86,9 @@ def diffusion_steps(
     """Let a pipeline generate a picture from a text. Return `count` of its steps at equal distances, from the first to
     the last one (all steps for 0), and the number of all steps.
 
-    Nothing is looked up by the name of a pipeline. Which input of the transformer is the latents, which of its inputs
-    are outputs of text encoders, and which element of a batch has the text, is read off the numbers of a run.
+    Nothing is looked up by the name of a pipeline. Which input of the transformer is the latents, and which of its
+    inputs are outputs of text encoders, is read off the numbers of a run. The element of a batch that has the text is
+    the one that reads other words in a first step with another text.
 
     Args:
         model: the transformer of the pipeline.
@@ -102,11 +103,21 @@ def diffusion_steps(
     """
     require_text(text)
     run = _recorded(model, pipeline, text)
-    places = _places_of_latents(model, pipeline, text, run)
+    places, words = _places_of_latents(model, pipeline, text, run), _read_words(model, pipeline, text, run)
     count = min(count, len(run.latents)) or len(run.latents)
     steps = []
     for number in [round(each * (len(run.latents) - 1) / max(count - 1, 1)) for each in range(count)]:
-        call, row, texts = _with_text([call for call in run.calls if call.step == number], run.encoded, text)
+        found = [
+            (call, row, texts)
+            for call in run.calls
+            if call.step == number
+            for row, texts in enumerate(_elements(call, run.encoded))
+            if _words(texts) == words
+        ]
+        if len(found) != 1:
+            expected = f"a pipeline in which one call of the model in step {number + 1} reads the text, for one element"
+            raise InputError("processor", expected=expected, got=f"{len(found)} that read these words")
+        call, row, texts = found[0]
 
         is_cut_off = _is_cut_off(texts, text)
         if is_cut_off and not truncate:
@@ -134,8 +145,8 @@ def diffusion_steps(
     return steps, len(run.latents)
 
 
-def _recorded(model: nn.Module, pipeline: Any, text: str) -> _PipelineRun:
-    """Run a pipeline on a text, and return what its parts have read and returned."""
+def _recorded(model: nn.Module, pipeline: Any, text: str, *, first_step: bool = False) -> _PipelineRun:
+    """Run a pipeline on a text, or only its first step, and return what its parts have read and returned."""
     parts = without_options(pipeline)
     if not any(part is model for part in parts.components.values()):
         name = next((name for name in ("transformer", "unet") if name in parts.components), "transformer")
@@ -164,6 +175,8 @@ def _recorded(model: nn.Module, pipeline: Any, text: str) -> _PipelineRun:
         return hook
 
     def on_step(step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if first_step:
+            raise _Stopped
         sample = inspect.signature(step).bind(*arguments, **named).arguments["sample"].clone()
         result = step(*arguments, **named)
         latents.append((sample, (result[0] if isinstance(result, tuple) else result.prev_sample).clone()))
@@ -184,6 +197,10 @@ def _recorded(model: nn.Module, pipeline: Any, text: str) -> _PipelineRun:
         if getattr(parts, "vae", None) is not None:
             stack.enter_context(_wrapped(parts.vae, "decode", on_decode))
         stack.enter_context(errors_of("processor", expected="a pipeline that generates a picture from this text"))
+        if first_step:
+            with _same_random_numbers(model, pipeline), suppress(_Stopped):
+                pipeline(prompt=text)
+            return _PipelineRun(calls, encoded, [], torch.empty(0), None)
         pictures = getattr(pipeline(prompt=text), "images", None)
     if not (latents and calls and encoded):
         lacking = "text encoder" if latents and calls else f"{type(model).__name__} and scheduler"
@@ -236,66 +253,70 @@ def _is_scaled(one: Tensor, other: Tensor) -> bool:
     return bool(slope > 0) and bool((y - slope * x).abs().max() <= rounding * y.abs().max())
 
 
-def _with_text(
-    calls: Sequence[_ModelCall], encoded: Sequence[_Encoded], text: str
-) -> tuple[_ModelCall, int, dict[str, EmbeddedText]]:
-    """Return the call of the model, and the element of its batch, that reads a text, with the texts that it reads, by
-    the name of their token ids. Other elements have no prompt, or a negative one. If the pipeline has changed the text,
-    so that it is found nowhere, it is that of the only element with words.
-    """
-    found: list[tuple[_ModelCall, int, dict[str, EmbeddedText]]] = []
-    for call in calls:
-        for row in range(call.batch):
-            texts: dict[str, EmbeddedText] = {}
-            for name, value in call.inputs.items():
-                if isinstance(value, Tensor) and value.ndim == 3 and len(value) == call.batch:
-                    embedded = _embedded_text(name, value[row], encoded)
-                    if any(each is not None for each in embedded.tokenizers):
-                        texts[f"{name}_{IDS}" if texts else IDS] = embedded
-            if any(_token_ids(embedded, text) for embedded in texts.values()):
-                found.append((call, row, texts))
-    exact = [each for each in found if _has_text(each[2], text)]
-    chosen = exact or found
-    if len(chosen) == 1:
-        return chosen[0]
-    expected = "a pipeline in which one call of the model in each step reads the text, in one element of its batch"
-    got = "none that reads an output of a text encoder for it"
-    if len(exact) > 1:
-        got = f"several {'elements' if exact[0][0] is exact[1][0] else 'calls'} with the same words"
-    raise InputError("processor", expected=expected, got=got)
+@contextmanager
+def _same_random_numbers(model: nn.Module, pipeline: Any) -> Iterator[None]:
+    """Return a context after which the generators of a pipeline are in the same state as before."""
+    device = device_of(model)
+    generators = [each for each in getattr(pipeline, "keywords", {}).values() if isinstance(each, torch.Generator)]
+    states = [each.get_state() for each in generators]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
-def _has_text(texts: Mapping[str, EmbeddedText], text: str) -> bool:
-    """Return True if the tokens of a text are among those that the model reads, one after the other, or if the model
-    reads the beginning of the text. In a template, the first token may be another one.
+def _read_words(model: nn.Module, pipeline: Any, text: str, run: _PipelineRun) -> list[list[int]]:
+    """Return the token ids, for each tokenizer, that the model reads for a text, in an element of its batch. It is the
+    element with other ids for another text; the others have no text, or a negative one.
     """
-    for own, *forms in (side for embedded in texts.values() for side in _token_ids(embedded, text)):
-        for form in forms:
-            parts = [form, form[1:]] if len(form) > 2 else [form]
-            is_inside = any(own[start : start + len(part)] == part for part in parts for start in range(len(own)))
-            if is_inside or form[: len(own)] == own:
-                return True
-    return False
+    other = _recorded(model, pipeline, f"one more {text}", first_step=True)
+    elements, others = (
+        [_words(element) for call in each.calls if call.step == 0 for element in _elements(call, each.encoded)]
+        for each in (run, other)
+    )
+    changed = [ids for ids, after in zip(elements, others, strict=False) if ids != after]
+    if len(elements) != len(others) or len(changed) != 1 or not changed[0]:
+        got = f"{len(changed)} elements that read it" if len(changed) > 1 else "none that reads it by a text encoder"
+        expected = "a pipeline in which one element of the model's batch reads the text"
+        raise InputError("processor", expected=expected, got=got)
+    return changed[0]
+
+
+def _elements(call: _ModelCall, encoded: Sequence[_Encoded]) -> list[dict[str, EmbeddedText]]:
+    """Return for each element of a batch the texts that the model reads, by the name of their token ids."""
+    elements: list[dict[str, EmbeddedText]] = [{} for _ in range(call.batch)]
+    for name, value in call.inputs.items():
+        if isinstance(value, Tensor) and value.ndim == 3 and len(value) == call.batch:
+            for texts, rows in zip(elements, value, strict=True):
+                embedded = _embedded_text(name, rows, encoded)
+                if any(each is not None for each in embedded.tokenizers):
+                    texts[f"{name}_{IDS}" if texts else IDS] = embedded
+    return elements
+
+
+def _words(texts: Mapping[str, EmbeddedText]) -> list[list[int]]:
+    """Return the token ids of texts for each of their tokenizers, without special tokens."""
+    words = []
+    for embedded in texts.values():
+        for tokenizer in {id(each): each for each in embedded.tokenizers if each is not None}.values():
+            special = special_ids(tokenizer)
+            tokens = zip(embedded.ids[0].tolist(), embedded.tokenizers, strict=True)
+            words.append([token for token, each in tokens if each is tokenizer and token not in special])
+    return [ids for ids in words if ids]
 
 
 def _is_cut_off(texts: Mapping[str, EmbeddedText], text: str) -> bool:
     """Return True if the model reads fewer tokens of a text than it has, by all of its tokenizers."""
-    sides = [side for embedded in texts.values() for side in _token_ids(embedded, text)]
-    return all(len(own) < min(map(len, forms)) for own, *forms in sides)
-
-
-def _token_ids(embedded: EmbeddedText, text: str) -> list[tuple[list[int], ...]]:
-    """Return for each tokenizer with words that the model reads the ids that it reads, and those of the given text, as
-    it is and in lower case; all without special tokens.
-    """
-    sides = []
-    for tokenizer in {id(each): each for each in embedded.tokenizers if each is not None}.values():
-        tokens = zip(embedded.ids[0].tolist(), embedded.tokenizers, strict=True)
-        read = [token for token, each in tokens if each is tokenizer]
-        forms = (tokenizer(written, verbose=False)[IDS] for written in (text, text.lower()))
+    tokenizers = [each for embedded in texts.values() for each in embedded.tokenizers if each is not None]
+    longest = max(map(len, _words(texts)))
+    counts = []
+    for tokenizer in {id(each): each for each in tokenizers}.values():
         special = special_ids(tokenizer)
-        sides.append(tuple([token for token in ids if token not in special] for ids in (read, *forms)))
-    return [side for side in sides if side[0]]
+        counts += [
+            sum(token not in special for token in tokenizer(written, verbose=False)[IDS])
+            for written in (text, text.lower())
+        ]
+    return longest < min(counts)
 
 
 def _embedded_text(name: str, rows: Float[Tensor, "tokens width"], encoded: Sequence[_Encoded]) -> EmbeddedText:
@@ -358,22 +379,18 @@ def _places_of_latents(model: nn.Module, pipeline: Any, text: str, run: _Pipelin
 
         def on_decode(decode: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
             carried.append(arguments[0].clone())
-            raise _Carried
+            raise _Stopped
 
-        parts, device = without_options(pipeline), device_of(model)
-        generators = [each for each in getattr(pipeline, "keywords", {}).values() if isinstance(each, torch.Generator)]
-        states = [each.get_state() for each in generators]
+        parts = without_options(pipeline)
         with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            _same_random_numbers(model, pipeline),
             errors_of("processor", expected="a pipeline that carries numbers in place of its latents"),
             _wrapped(model, "forward", lambda *_, **__: run.calls[0].output),
             _wrapped(parts.scheduler, "step", on_step),
             _wrapped(parts.vae, "decode", on_decode),
-            suppress(_Carried),
+            suppress(_Stopped),
         ):
             pipeline(prompt=text)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
         if len(carried) != 1 or carried[0].numel() != len(digits) * last.numel():
             expected = "a pipeline that decodes a batch of latents"
             raise InputError("processor", expected=expected, got="one that does not")
