@@ -356,10 +356,10 @@ def main() -> None:
     folder.add_argument("--check", type=Path, help="folder of the trained pipeline whose heads are measured")
     parser.add_argument("--results", type=Path, help="JSON file for the measured heads")
     parser.add_argument("--picture", type=Path, help="file for a picture of the best head's attention")
-    parser.add_argument("--steps", type=int, default=1400, help="training steps of the transformer")
+    parser.add_argument("--steps", type=int, default=4000, help="training steps of the transformer")
     parser.add_argument("--autoencoder-steps", type=int, default=400, help="training steps of the autoencoder")
     parser.add_argument("--pool", type=int, default=16384, help="number of training pictures")
-    parser.add_argument("--test", type=int, default=90, help="captions of each split that is measured")
+    parser.add_argument("--test", type=int, default=60, help="captions of each split that is measured")
     parser.add_argument(
         "--viewed", type=int, default=5, help="number of measured steps, from the first to the last one"
     )
