@@ -507,7 +507,7 @@ def _tokens_of_call(call: Call) -> list[tuple[Float[Tensor, "_ _"], Int[Tensor, 
         return numbered.linear_map.parts, (numbered.numbers.cpu().reshape(grid.batch, -1, count) - 1)[:, 0]
 
     def tokens_among(tensors: list[Tensor], maps: Sequence[LinearMapCall]) -> list[Tensor]:
-        """Return the tensor with the tokens of each linear map; nothing if one of them is unknown."""
+        """Return for each linear map the tensor that it was called with; nothing if one of them is unknown."""
         chosen = []
         for each in maps:
             fitting = [

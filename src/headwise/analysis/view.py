@@ -96,23 +96,23 @@ def view(
     """Run a model on one text, on pictures, on a prompt with both, on a sound or on a time series, and return the
     attention of each head: its statistics, its role (a name for what it attends to), and the strongest links (largest
     attention weights) between words. For a list of texts, return a `ViewSet` with one such view per text. For a
-    pipeline of `diffusers`, return one with a view per step.
+    pipeline of `diffusers`, return a `ViewSet` with one view per step.
 
-    The part of a picture, sound or series that each token stands for is derived. With the outputs of all heads set to
-    zero, each token depends only on the pixels of its own patch. A token that stands for no part of a picture and for
-    no word, such as a class token, is a special token. A sound is shown as its spectrogram, and a series as curves.
-    Their patches are strips of time, whose words are their centres, such as "0.52 s" or "step 12". The padding after
-    a sound is shown as special tokens.
+    Which part of a picture, sound or series each token stands for is derived by gradients: with the outputs of all
+    heads set to zero, each token depends only on the pixels of its own patch. A token that stands for no part of a
+    picture and for no word, such as a class token, is a special token. A sound is shown as its spectrogram, and a
+    series as curves. Their patches are strips of time. The word of a strip is its centre, such as "0.52 s" or "step
+    12". The padding after a sound is shown as special tokens.
 
     Args:
-        model: any model that `watch` can intercept, in evaluation mode: of `transformers`, or a module that takes token
-            ids `(1, tokens)` or pixels `(1, channels, height, width)`. Of an encoder-decoder that reads text, the
-            encoder is viewed unless there is a target or generated text. For a pipeline of `diffusers`, its
+        model: any model that `watch` can intercept, in evaluation mode: a model of `transformers`, or a module that
+            takes token ids `(1, tokens)` or pixels `(1, channels, height, width)`. Of an encoder-decoder that reads
+            text, the encoder is viewed unless there is a target or generated text. For a pipeline of `diffusers`, its
             transformer, such as `pipeline.transformer`.
-        processor: its tokenizer or, with pictures or a sound, its processor, of `transformers`. Options of the
-            processor are bound by `functools.partial(processor, max_patches=512)`. None if `images` is a tensor, and
-            with a series. A pipeline of `diffusers` generates a picture from the text. The result is then a `ViewSet`
-            with one view per step: the attention between patches, and on the words.
+        processor: its tokenizer or, with pictures or a sound, its processor. Options of the processor are bound by
+            `functools.partial(processor, max_patches=512)`. None if `images` is a tensor, and with a series. With the
+            transformer of a pipeline of `diffusers`, the pipeline, which generates a picture
+            from the text. Each of its steps has a view: patches attend to patches and to words.
         text: one text, which is not split, or a list of texts. None for a model that reads pictures alone. With
             pictures, a text without the model's token for a picture, such as `<image>`, becomes the message of a user
             by the processor's chat template.
@@ -123,15 +123,15 @@ def view(
         series: values `(time,)` or `(time, channels)` of a time series, without processor. They become the argument
             `past_values` of a model of `transformers`, or the first argument of another module.
         target: text that the decoder of an encoder-decoder reads, one per text.
-        generate: number of tokens that the model continues the text with (of an encoder-decoder: that it generates
-            from the text), without sampling and beams, but with penalties that its generation config may have. They are
-            viewed together with the text. With a pipeline of `diffusers`, number of steps that are viewed, at equal
+        generate: number of tokens that the model generates: after the text or, in an encoder-decoder, from the text. It
+            generates them without sampling and beams, but with the penalties of its generation config. They are viewed
+            together with the text. With a pipeline of `diffusers`, number of steps that are viewed, at equal
             distances from the first to the last one; all steps for 0.
         title: name of the model, for display; by default that of its hub id, folder or class.
         truncate: cut off a text that is longer than the model's limit, instead of refusing it.
         keep_all: number of tokens up to which all attention weights between tokens are kept in memory; of a longer
-            text, the 32 largest weights of each token are kept. All weights of cross-attention are also kept if they
-            are not more than those of a text of `keep_all` tokens.
+            text, the 32 largest weights of each token are kept. All weights of cross-attention are also kept if there
+            are at most `keep_all` squared.
         progress: show a progress bar on standard error, on a terminal, while the model runs.
 
     Raises:
@@ -141,8 +141,8 @@ def view(
         MissingExtra: Pillow, which reads and draws pictures, is not installed.
 
     Warns:
-        UserWarning: of modules that ran and are called attention, but whose attention was not intercepted, and of
-            attention over something else than the tokens of the text and pictures, which the view leaves out.
+        UserWarning: some modules have attention in their names, but no attention of theirs was intercepted; or the view
+            leaves out attention over something else than the tokens of the text and pictures.
 
     Example:
         >>> model, tokenizer = headwise.load("minilm")  # doctest: +SKIP
