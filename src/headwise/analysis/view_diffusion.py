@@ -298,7 +298,7 @@ def _words(texts: Mapping[str, EmbeddedText]) -> list[list[int]]:
     """Return the token ids of texts for each of their tokenizers, without special tokens."""
     words = []
     for embedded in texts.values():
-        for tokenizer in {id(each): each for each in embedded.tokenizers if each is not None}.values():
+        for tokenizer in dict.fromkeys(each for each in embedded.tokenizers if each is not None):
             special = special_ids(tokenizer)
             tokens = zip(embedded.ids[0].tolist(), embedded.tokenizers, strict=True)
             words.append([token for token, each in tokens if each is tokenizer and token not in special])
@@ -310,7 +310,7 @@ def _is_cut_off(texts: Mapping[str, EmbeddedText], text: str) -> bool:
     tokenizers = [each for embedded in texts.values() for each in embedded.tokenizers if each is not None]
     longest = max(map(len, _words(texts)))
     counts = []
-    for tokenizer in {id(each): each for each in tokenizers}.values():
+    for tokenizer in dict.fromkeys(tokenizers):
         special = special_ids(tokenizer)
         counts += [
             sum(token not in special for token in tokenizer(written, verbose=False)[IDS])
