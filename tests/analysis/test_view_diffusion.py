@@ -15,6 +15,9 @@ from PIL import Image
 
 import headwise as hw
 import pipelines
+from headwise.analysis.patches import ElementPlaces
+from headwise.analysis.token_sources import token_sources
+from headwise.analysis.view_prompts import EmbeddedText, Prompt, viewed_texts
 
 
 @functools.cache
@@ -112,6 +115,81 @@ def test_weights_are_the_softmax_of_the_queries_and_keys_of_each_step(name):
             own = head.attention.weights.weights
             layer = weights[number // 3][number % 3] if expected is None else expected[number]
             assert torch.allclose(own, layer, atol=1e-5)
+
+
+class Attention(torch.nn.Module):
+    """Attention of three heads, from some tokens to others."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, tokens, others):
+        q, k, v = (
+            linear(each).unflatten(-1, (3, 8)).transpose(1, 2)
+            for linear, each in ((self.q, tokens), (self.k, others), (self.v, others))
+        )
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class TwoTexts(torch.nn.Module):
+    """Transformer of two texts and four latents: self-attention of all, or of latents whose scale depends on a text and
+    which then attend to it.
+    """
+
+    def __init__(self, *, is_joint):
+        super().__init__()
+        self.is_joint, self.embedding, self.attention = is_joint, torch.nn.Linear(4, 24), Attention()
+
+    def forward(self, latents, one, two):
+        tokens = self.embedding(latents.flatten(2).mT)
+        if self.is_joint:
+            joined = torch.cat([one, tokens, two], 1)
+            return self.attention(joined, joined)
+        tokens = tokens * one.mean(1, keepdim=True)
+        return self.attention(tokens, one)
+
+
+def prompt_of_two_texts():
+    """Return a prompt with latents of 2 x 2 and texts of four and two words."""
+    words = pipelines.tokenizer(8, has_start=False)
+    generator = torch.Generator().manual_seed(0)
+    inputs = {"latents": torch.randn(1, 4, 2, 2, generator=generator)}
+    inputs |= {name: torch.randn(1, count, 24, generator=generator) for name, count in (("one", 4), ("two", 2))}
+    y, x = torch.meshgrid(torch.tensor([0.25, 0.75]).double(), torch.tensor([0.25, 0.75]).double(), indexing="ij")
+    nothing = torch.zeros(16, dtype=torch.long)
+    places = ElementPlaces(nothing, x.flatten().repeat(4), y.flatten().repeat(4), nothing)
+    ids = {"one": words("a red circle left").input_ids[:4], "two": words("of star").input_ids[:2]}
+    embedded = {
+        name: EmbeddedText(of_input, torch.tensor([ids[of_input]]), [words] * len(ids[of_input]))
+        for name, of_input in (("input_ids", "one"), ("two_input_ids", "two"))
+    }
+    return Prompt(inputs, {"latents": places}, (Image.new("RGB", (8, 8)),), {}, embedded=embedded)
+
+
+def test_the_words_of_several_texts_in_one_sequence_are_shown():
+    torch.manual_seed(0)
+    prompt = prompt_of_two_texts()
+    (text,), _, calls = viewed_texts(TwoTexts(is_joint=True).eval(), prompt, prompt.inputs, None, 0)
+    patches = ["(1, 1)", "(1, 2)", "(2, 1)", "(2, 2)"]
+    assert [word.text for word in text.words] == ["a", "red", "circle", "left", *patches, "of", "star"]
+    assert len(calls) == 1
+
+
+def test_keys_of_other_tokens_than_the_queries_are_not_taken_for_them():
+    torch.manual_seed(0)
+    prompt, model = prompt_of_two_texts(), TwoTexts(is_joint=False).eval()
+    with torch.no_grad(), hw.watch(model) as heads:  # which would make a plan
+        model(**prompt.inputs)
+    assert len(heads.table()) == 3
+    sources = token_sources(
+        model,
+        prompt.inputs,
+        {"latents": torch.ones(16, dtype=torch.bool)},
+        {"input_ids": "one", "two_input_ids": "two"},
+    )
+    for queries, keys in sources.calls.values():
+        assert queries.stream != keys.stream
 
 
 def test_heads_of_joint_attention_that_is_split_by_sizes_are_removed():

@@ -516,7 +516,7 @@ def _tokens_of_call(call: Call) -> list[tuple[Float[Tensor, "_ _"], Int[Tensor, 
                 if tensor.numel() == each.size * tensor.shape[-1]
                 and not (tensor.ndim == 4 and tensor.shape[-2:] == (grid.queries, grid.keys))  # a mask
             ]
-            mapped = [tensor for tensor in fitting if each.maps(tensor)]
+            mapped = [tensor for tensor in fitting if each.mapped is tensor]
             is_only = sum(other.size == each.size for other in maps) == 1
             chosen += mapped[:1] or (fitting[:1] if is_only else [])
         return chosen if len(chosen) == len(maps) else []
@@ -541,7 +541,7 @@ def _tokens_of_call(call: Call) -> list[tuple[Float[Tensor, "_ _"], Int[Tensor, 
         if not keys:
             return None
         sides.append((joined(keys), key_rows))
-    elif others := [each for each in received if any(of_keys.maps(each) for of_keys in key_maps) and is_other(each)]:
+    elif compared is not None and (others := compared.tensors_of_keys(received)):
         # Keys of a tensor of their own may be other tokens.
         if len(others) < len(key_maps):
             return None

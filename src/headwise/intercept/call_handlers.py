@@ -209,7 +209,8 @@ def handlers_of_call(call: AttentionCall) -> CallHandlers:
                 must_trace(module_calls)
             if step is not None:
                 with session.paused():
-                    _record(step, module_calls[0].recording, site, grid, sources, origins)
+                    given = [value for other in nested for value in other.arguments.values()]
+                    _record(step, module_calls[0].recording, site, grid, sources, origins, given)
         else:
             part = module_call.parts.index_of(planned.site.cross, planned.query_maps)
             site = planned.site._replace(part=part)
@@ -257,16 +258,25 @@ def _record(
     grid: Grid,
     sources: InputSources,
     origins: CallOrigins | None,
+    given: Sequence[Any],
 ) -> None:
     """Record an attention call for a plan, with what was derived about it. There is no plan if something about the call
-    is derived from the tensors of each call, such as the order of its tokens.
+    is derived from the tensors of each call, such as the order of its tokens, or from which of the modules' arguments
+    `given` the keys are computed.
     """
     tokens = sources.tokens
     if recording is None or step.number is None:
         return
     is_in_order = tokens is not None and are_in_order(tokens, grid)
     is_cached = sources.may_be_cached and not recording.has_cache
-    if is_cached or sources.is_recurrent or sources.are_moved or (tokens is not None and not is_in_order):
+    has_other_keys = not site.cross and tokens is not None and bool(tokens.tensors_of_keys(given))
+    if (
+        has_other_keys
+        or is_cached
+        or sources.is_recurrent
+        or sources.are_moved
+        or (tokens is not None and not is_in_order)
+    ):
         recording.fail()
     of_keys = frozenset() if site.cross or origins is None or origins.k is None else origins.k.maps
     sources, site = sources._replace(tokens=None), site._replace(part=0)

@@ -7,7 +7,7 @@ those that the model looks up in its tables of embeddings.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from headwise.intercept.trace.functions import (
     tensors_among,
 )
 from headwise.intercept.trace.modules import RunningModule, named_arguments
+from headwise.intercept.unreadable_tensors import has_no_numbers
 from headwise.shapes import Int
 
 REPEATED = (VIEWS | SELECTIONS | PLACEMENTS | CONCATENATIONS | {F.pad, F.embedding, torch.embedding}) | functions_named(
@@ -84,9 +85,10 @@ class LinearMapCall:
         """Number of tokens."""
         return sum(part.size for part in self._parts) if self._parts else prod(self.shape)
 
-    def maps(self, tensor: Tensor) -> bool:
-        """Return True if the linear map was called with this tensor."""
-        return self._mapped is not None and self._mapped() is tensor
+    @property
+    def mapped(self) -> Tensor | None:
+        """The tensor with which the linear map was called; None if it is unknown, or does not exist any more."""
+        return None if self._mapped is None else self._mapped()
 
 
 class NumberedTokens(NamedTuple):
@@ -143,6 +145,20 @@ class ComparedTokens(NamedTuple):
     def differ(self) -> bool:
         """True if, for some index i, query i and key i, or key i and value i, are known to have different tokens."""
         return self.queries.differ_from(self.keys) or self._values_differ
+
+    def tensors_of_keys(self, given: Iterable[Any]) -> list[Tensor]:
+        """Return the tensors in `given` from which the keys were computed, without those that are equal to a tensor
+        from which the queries were computed.
+        """
+        if has_no_numbers():
+            return []
+        of_queries, of_keys = ([each.mapped for each in side.linear_map.parts] for side in (self.queries, self.keys))
+        return [
+            tensor
+            for tensor in tensors_among(given)
+            if any(each is tensor for each in of_keys) and not tensor.is_meta
+            if not any(each is tensor or (each is not None and torch.equal(each, tensor)) for each in of_queries)
+        ]
 
     @property
     def _values_differ(self) -> bool:
